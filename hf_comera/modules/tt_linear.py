@@ -1,0 +1,118 @@
+"""``TTLinear``: a drop-in for ``nn.Linear`` (and GPT-2's ``Conv1D``) whose weight is a tensor train."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hf_comera.modules.base import TensorTrainModule
+from hf_comera.ops import tt_linear
+from hf_comera.ops.precision import chain_dtype
+from hf_comera.tt.cores import contract_left, contract_right, core_shapes, draw_cores
+from hf_comera.tt.decomposition import tt_svd
+from hf_comera.tt.shapes import check_factors, factorize, useful_ranks
+
+__all__ = ["TTLinear"]
+
+
+class TTLinear(TensorTrainModule):
+    """``y = x W + bias``, where W is stored as tensor-train cores and never formed.
+
+    Args:
+        in_features: Size of the last axis of ``x``.
+        out_features: Size of the last axis of ``y``.
+        in_factors: Factors of ``in_features``, one core each; a larger product pads. Default: three, balanced.
+        out_factors: Factors of ``out_features``, likewise.
+        ranks: One rank for all bonds (clipped to what is useful), or one per inner bond.
+        bias: Whether there is a bias.
+        transposed: Whether ``weight`` is laid out ``(in, out)``, as in ``transformers.pytorch_utils.Conv1D``.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+
+    Shape:
+        ``(..., in_features) -> (..., out_features)``; core k is ``(r_{k-1}, n_k, r_k)``, ``r_0 = r_{2d} = 1``.
+
+    Raises:
+        ValueError: If factors do not cover their sizes, or a rank is not positive.
+
+    Source:
+        CoMERA, arXiv:2405.14377, TT linear layers (input factors first).
+    """
+
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        in_factors: Sequence[int] | None = None,
+        out_factors: Sequence[int] | None = None,
+        ranks: int | Sequence[int] = 30,
+        bias: bool = True,
+        transposed: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.transposed = in_features, out_features, transposed
+        # the largest factors go to the ends of the train, where one neighbouring rank is 1 and entries are cheap
+        self.in_factors = tuple(in_factors or factorize(in_features, 3)[::-1])
+        self.out_factors = tuple(out_factors or factorize(out_features, 3))
+        check_factors("in_factors", self.in_factors, in_features)
+        check_factors("out_factors", self.out_factors, out_features)
+        factors = (*self.in_factors, *self.out_factors)
+        self._register_cores(core_shapes(factors, useful_ranks(factors, ranks)), device, dtype)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        )
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, std: float | None = None) -> None:
+        """Draw new cores; every entry of the implied matrix has deviation ``std`` (default: that of ``nn.Linear``)."""
+        draw_cores(self.cores(), (3 * self.in_features) ** -0.5 if std is None else std)
+        if self.bias is not None and not self.bias.is_meta:
+            self.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., in_features) -> (..., out_features)``."""
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, but its last axis must be in_features={self.in_features}."
+            )
+        return tt_linear(x, self.cores(), len(self.in_factors), self.bias, self.out_features)
+
+    def weight_shape(self) -> tuple[int, int]:
+        """``(out_features, in_features)``, or ``(in_features, out_features)`` if ``transposed``."""
+        shape = (self.out_features, self.in_features)
+        return shape[::-1] if self.transposed else shape
+
+    def expected_factors(self) -> list[int]:
+        """Input factors, then output factors."""
+        return [*self.in_factors, *self.out_factors]
+
+    def dense(self) -> Tensor:
+        """The implied weight, in the shape of :meth:`weight_shape`; ``nn.Linear`` with it computes the same."""
+        cores = [core.to(chain_dtype(core)) for core in self.cores()]
+        left = contract_left(cores[: len(self.in_factors)])[-1][: self.in_features]
+        right = contract_right(cores[len(self.in_factors) :])[0][:, : self.out_features]
+        matrix = (left @ right).to(self.core_0.dtype)
+        return matrix if self.transposed else matrix.T
+
+    @torch.no_grad()
+    def load_dense(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Replace the cores by the TT-SVD of ``weight`` (laid out as :meth:`weight_shape`), at this layer's ranks."""
+        if tuple(weight.shape) != self.weight_shape():
+            raise ValueError(f"weight has shape {tuple(weight.shape)}, but this layer needs {self.weight_shape()}.")
+        matrix = weight if self.transposed else weight.T
+        self.load_cores(tt_svd(matrix, self.in_factors, self.out_factors, self.ranks))
+        if bias is not None:
+            self.bias = nn.Parameter(bias.detach().clone())
+
+    def extra_repr(self) -> str:
+        """Sizes, factors and ranks, for ``print(model)``."""
+        return (
+            f"{self.in_features}, {self.out_features}, in_factors={self.in_factors}, out_factors={self.out_factors}, "
+            f"ranks={self.ranks}, bias={self.bias is not None}"
+        )

@@ -1,0 +1,29 @@
+"""Which dtype an operator works in: autocast applies to activations and is kept away from the tiny chains of cores."""
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+__all__ = ["autocast_input", "chain_dtype", "without_autocast"]
+
+
+def autocast_input(x: Tensor) -> Tensor:
+    """``x`` in the dtype that autocast wants for matrix products on its device; ``x`` itself outside autocast."""
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(device_type))
+    return x
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which products run in the dtype of their operands.
+
+    Autocast would round every core product to 16 bits; the operators round the finished halves once instead.
+    """
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def chain_dtype(core: Tensor) -> torch.dtype:
+    """The dtype in which cores are contracted: at least float32, since the chain is tiny and its errors add up."""
+    return torch.promote_types(core.dtype, torch.float32)

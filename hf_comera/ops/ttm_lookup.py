@@ -1,0 +1,140 @@
+"""The operator ``hf_comera::ttm_lookup``: rows of an embedding table held as TTM cores.
+
+Two half tables are built, each distinct id is contracted once, and its row is copied to all its places. Only the ids
+are saved for backward: everything else is cheap to build again.
+
+The plain-torch body below is the reference and the path of every device without a kernel.
+
+Source: CoMERA, arXiv:2405.14377, optimised embedding lookup (unique rows, half tables). Doing both levels by default,
+with an own backward, is ours.
+"""
+
+# Shapes here: V = vocabulary, E = embedding size, U = distinct ids, and those of ops/ttm_tables.py.
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hf_comera.ops.precision import without_autocast
+from hf_comera.ops.ttm_tables import HalfTables, half_tables, half_tables_backward
+
+__all__ = ["ttm_lookup"]
+
+# Rows contracted at once: bounds the gathered operands, which are wider than the rows they make.
+ROWS_PER_CHUNK = 8192
+
+
+def ttm_lookup(
+    ids: Tensor, cores: list[Tensor], num_embeddings: int, embedding_dim: int, padding_idx: int | None = None
+) -> Tensor:
+    """Rows ``ids`` of the table that the cores stand for.
+
+    Args:
+        ids: Integer ids of any shape.
+        cores: ``(r_{k-1}, v_k, h_k, r_k)``; products of ``v_k`` and ``h_k`` cover the two sizes.
+        num_embeddings: Rows of the table; ids are checked against it on the CPU.
+        embedding_dim: Columns of the table.
+        padding_idx: Id whose row gets no gradient, as in ``torch.nn.Embedding``.
+
+    Shape:
+        ``(...) -> (..., embedding_dim)``, in the dtype of the cores.
+
+    Raises:
+        IndexError: If an id lies outside ``[0, num_embeddings)`` (on a CPU; a GPU asserts on the device).
+
+    Source:
+        CoMERA, arXiv:2405.14377, optimised TTM lookup.
+    """
+    with without_autocast(cores[0]):
+        return _ttm_lookup(ids, cores, num_embeddings, embedding_dim, padding_idx)
+
+
+@torch.library.custom_op("hf_comera::ttm_lookup", mutates_args=())
+def _ttm_lookup(
+    ids: Tensor, cores: list[Tensor], num_embeddings: int, embedding_dim: int, padding_idx: int | None
+) -> Tensor:
+    _check_ids(ids, num_embeddings)
+    tables = half_tables(cores)
+    unique_U, place = torch.unique(ids.reshape(-1), return_inverse=True)
+    rows_UE = tables.left.new_empty(unique_U.numel(), embedding_dim)
+    for start, left, right in _gathered(tables, unique_U):
+        rows = torch.bmm(left, right).flatten(1)
+        rows_UE[start : start + rows.shape[0]] = rows[:, :embedding_dim]
+    return rows_UE.to(cores[0].dtype)[place].view(*ids.shape, embedding_dim)
+
+
+@_ttm_lookup.register_fake
+def _(ids: Tensor, cores: list[Tensor], num_embeddings: int, embedding_dim: int, padding_idx: int | None) -> Tensor:
+    return cores[0].new_empty(*ids.shape, embedding_dim)
+
+
+@torch.library.custom_op("hf_comera::ttm_lookup_backward", mutates_args=())
+def _ttm_lookup_backward(grad: Tensor, ids: Tensor, cores: list[Tensor], padding_idx: int | None) -> list[Tensor]:
+    """An operator of its own, since the number of distinct ids is a shape that no compiler can know."""
+    tables = half_tables(cores)
+    unique_U, place = torch.unique(ids.reshape(-1), return_inverse=True)
+    drows_UE = tables.left.new_zeros(unique_U.numel(), grad.shape[-1])
+    drows_UE.index_add_(0, place, grad.reshape(-1, grad.shape[-1]).to(drows_UE.dtype))
+    if padding_idx is not None:
+        drows_UE.masked_fill_((unique_U == padding_idx)[:, None], 0.0)
+    dleft, dright = _table_gradients(tables, unique_U, drows_UE)
+    return half_tables_backward(tables, dleft, dright, cores)
+
+
+@_ttm_lookup_backward.register_fake
+def _(grad: Tensor, ids: Tensor, cores: list[Tensor], padding_idx: int | None) -> list[Tensor]:
+    return [torch.empty_like(core) for core in cores]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ids, cores, _, _, ctx.padding_idx = inputs
+    ctx.save_for_backward(ids, *cores)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    ids, *cores = ctx.saved_tensors
+    with without_autocast(grad):
+        return None, _ttm_lookup_backward(grad, ids, cores, ctx.padding_idx), None, None, None
+
+
+_ttm_lookup.register_autograd(_backward, setup_context=_save)
+
+
+def _table_gradients(tables: HalfTables, unique_U: Tensor, drows_UE: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of both half tables, summed over the distinct ids."""
+    dleft, dright = torch.zeros_like(tables.left), torch.zeros_like(tables.right)
+    hidden, columns = dleft.shape[1], dright.shape[2]
+    for start, left, right in _gathered(tables, unique_U):
+        stop = start + left.shape[0]
+        drows = pad(drows_UE[start:stop], (0, hidden * columns - drows_UE.shape[1])).view(-1, hidden, columns)
+        row, column = _coordinates(tables, unique_U[start:stop])
+        dleft.index_add_(0, row, torch.bmm(drows, right.transpose(1, 2)))
+        dright.index_add_(0, column, torch.bmm(left.transpose(1, 2), drows))
+    return dleft, dright
+
+
+def _coordinates(tables: HalfTables, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of the left and of the right table that make the rows ``ids``."""
+    right_rows = tables.right.shape[0]
+    return ids // right_rows, ids % right_rows
+
+
+def _gathered(tables: HalfTables, unique_U: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """``(start, left (u, H, R), right (u, R, K))`` for one chunk of distinct ids after the other."""
+    for start in range(0, unique_U.numel(), ROWS_PER_CHUNK):
+        row, column = _coordinates(tables, unique_U[start : start + ROWS_PER_CHUNK])
+        yield start, tables.left[row], tables.right[column]
+
+
+def _check_ids(ids: Tensor, num_embeddings: int) -> None:
+    """Padded rows exist in the cores but not in the table: an id that reaches one is an error, as in torch."""
+    if ids.device.type != "cpu" or not ids.numel():
+        return
+    low, high = (int(bound) for bound in torch.aminmax(ids))
+    if low < 0 or high >= num_embeddings:
+        raise IndexError(
+            f"index out of range in self: ids span [{low}, {high}], the embedding has rows [0, {num_embeddings - 1}]."
+        )

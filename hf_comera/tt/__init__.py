@@ -1,0 +1,1 @@
+"""Tensor-train mathematics: pure functions on plain tensors; imports torch only."""

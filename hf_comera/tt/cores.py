@@ -1,0 +1,138 @@
+"""Tensor-train cores as plain tensors: contract them to halves, send gradients back, draw them, count them.
+
+A core has shape ``(left rank, factor, right rank)``. A TTM core ``(left rank, row factor, column factor, right
+rank)`` is handled here as a core whose factor is ``row factor * column factor``.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "contract_left",
+    "contract_left_backward",
+    "contract_right",
+    "contract_right_backward",
+    "core_shapes",
+    "count_parameters",
+    "draw_cores",
+    "train_norm",
+]
+
+
+def contract_left(cores: Sequence[Tensor]) -> list[Tensor]:
+    """Products of the first 1, 2, ..., d cores, grown from the left.
+
+    Shape:
+        cores ``(r_{k-1}, n_k, r_k)`` with ``r_0 = 1`` -> d matrices ``(n_1 ... n_k, r_k)``; the last one is the half.
+    """
+    prefixes = [cores[0].reshape(-1, cores[0].shape[-1])]
+    for core in cores[1:]:
+        product = prefixes[-1] @ core.reshape(core.shape[0], -1)
+        prefixes.append(product.reshape(-1, core.shape[-1]))
+    return prefixes
+
+
+def contract_left_backward(cores: Sequence[Tensor], prefixes: Sequence[Tensor], grad_half: Tensor) -> list[Tensor]:
+    """Gradient of each core, given the gradient of ``contract_left(cores)[-1]``.
+
+    Shape:
+        ``grad_half`` ``(n_1 ... n_d, r_d)`` -> one gradient of each core's shape.
+    """
+    grads: list[Tensor] = []
+    grad = grad_half
+    for core, prefix in zip(reversed(cores[1:]), reversed(prefixes[:-1]), strict=True):
+        grad = grad.reshape(prefix.shape[0], -1)
+        grads.append((prefix.T @ grad).reshape(core.shape))
+        grad = grad @ core.reshape(core.shape[0], -1).T
+    grads.append(grad.reshape(cores[0].shape))
+    return grads[::-1]
+
+
+def contract_right(cores: Sequence[Tensor]) -> list[Tensor]:
+    """Products of the last d, d-1, ..., 1 cores, grown from the right, which is the cheap end.
+
+    Shape:
+        cores ``(r_{k-1}, n_k, r_k)`` with ``r_d = 1`` -> d matrices ``(r_{k-1}, n_k ... n_d)``; the first is the half.
+    """
+    suffixes = [cores[-1].reshape(cores[-1].shape[0], -1)]
+    for core in reversed(cores[:-1]):
+        product = core.reshape(-1, core.shape[-1]) @ suffixes[-1]
+        suffixes.append(product.reshape(core.shape[0], -1))
+    return suffixes[::-1]
+
+
+def contract_right_backward(cores: Sequence[Tensor], suffixes: Sequence[Tensor], grad_half: Tensor) -> list[Tensor]:
+    """Gradient of each core, given the gradient of ``contract_right(cores)[0]``.
+
+    Shape:
+        ``grad_half`` ``(r_0, n_1 ... n_d)`` -> one gradient of each core's shape.
+    """
+    grads: list[Tensor] = []
+    grad = grad_half
+    for core, suffix in zip(cores[:-1], suffixes[1:], strict=True):
+        grad = grad.reshape(-1, suffix.shape[1])
+        grads.append((grad @ suffix.T).reshape(core.shape))
+        grad = core.reshape(-1, core.shape[-1]).T @ grad
+    grads.append(grad.reshape(cores[-1].shape))
+    return grads
+
+
+def core_shapes(factors: Sequence[int], ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Shapes of all cores from their factors and the ranks of the inner bonds.
+
+    >>> core_shapes((4, 5, 6), (2, 3))
+    [(1, 4, 2), (2, 5, 3), (3, 6, 1)]
+    """
+    bonds = (1, *ranks, 1)
+    return [(bonds[k], factor, bonds[k + 1]) for k, factor in enumerate(factors)]
+
+
+def count_parameters(factors: Sequence[int], ranks: Sequence[int]) -> int:
+    """Number of entries of all cores.
+
+    >>> count_parameters((12, 8, 8, 8, 8, 12), (12, 30, 30, 30, 12))
+    20448
+    """
+    return sum(math.prod(shape) for shape in core_shapes(factors, ranks))
+
+
+def train_norm(cores: Sequence[Tensor]) -> float:
+    """Frobenius norm of the tensor that the cores stand for, from products of rank size only (in float64)."""
+    gram = torch.ones(1, 1, dtype=torch.float64, device=cores[0].device)
+    for core in cores:
+        flat = core.detach().double().reshape(core.shape[0], -1)
+        moved = (gram @ flat).reshape(-1, core.shape[-1])  # sum over the left rank of one of the two copies
+        gram = flat.reshape(-1, core.shape[-1]).T @ moved
+    return math.sqrt(max(gram.item(), 0.0))
+
+
+@torch.no_grad()
+def draw_cores(cores: Sequence[Tensor], std: float) -> None:
+    """Fill ``cores`` in place with normal draws such that the entries of the contracted tensor have deviation ``std``.
+
+    An entry is a sum over ``prod(ranks)`` products of one entry of each core, so equal core deviations ``s`` give
+    ``s ** (2 K) * prod(ranks) = std ** 2`` on average; at small ranks a draw misses that by a factor of two, so the
+    cores are then scaled to the norm that ``std`` asks for.
+
+    Args:
+        cores: Parameters to fill; meta tensors are left alone.
+        std: Root mean square of the entries of the implied matrix.
+
+    Source:
+        CoMERA, arXiv:2405.14377, initialisation of the published experiments (every entry of the full matrix has the
+        deviation of a dense layer). Equal deviations per core, so that one learning rate suits all of them, and the
+        scaling to the exact norm are ours.
+    """
+    if cores[0].is_meta:
+        return
+    core_std = (std**2 / math.prod(core.shape[-1] for core in cores)) ** (0.5 / len(cores))
+    for core in cores:
+        core.normal_(0.0, core_std)
+    entries = math.prod(size for core in cores for size in core.shape[1:-1])
+    norm = train_norm(cores)
+    if norm > 0.0:
+        for core in cores:
+            core.mul_((std * math.sqrt(entries) / norm) ** (1 / len(cores)))

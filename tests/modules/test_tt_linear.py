@@ -1,0 +1,91 @@
+"""hf_comera/modules/tt_linear.py: computes what nn.Linear and Conv1D with the same dense weight compute."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
+
+from hf_comera.modules import TTLinear
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), [(48, 96), (7, 30), (1, 5), (768, 13)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_equals_nn_linear_with_its_dense_weight(in_features, out_features, bias):
+    layer = TTLinear(in_features, out_features, ranks=4, bias=bias, dtype=torch.float64)
+    x = torch.randn(2, 3, in_features, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), linear(x, layer.dense(), layer.bias))
+    assert layer.dense().shape == layer.weight_shape() == (out_features, in_features)
+
+
+def test_transposed_equals_conv1d():
+    conv = Conv1D(96, 48)
+    layer = TTLinear(48, 96, ranks=1000, transposed=True)
+    layer.load_dense(conv.weight, conv.bias)
+    x = torch.randn(5, 48)
+    torch.testing.assert_close(layer(x), conv(x))
+    assert layer.weight_shape() == tuple(conv.weight.shape)
+
+
+def test_default_shape_is_the_published_one():
+    layer = TTLinear(768, 3072)
+    assert (layer.in_factors, layer.out_factors) == ((12, 8, 8), (12, 16, 16))
+    assert layer.ranks == (12, 30, 30, 30, 16)
+    assert list(layer.state_dict()) == [*(f"core_{k}" for k in range(6)), "bias"]
+
+
+@pytest.mark.parametrize("std", [None, 0.02])
+def test_reset_gives_the_deviation_of_the_dense_layer(std):
+    layer = TTLinear(96, 48, ranks=8)
+    layer.reset_parameters(std)
+    expected = std or nn.Linear(96, 48).weight.std().item()
+    assert layer.dense().std().item() == pytest.approx(expected, rel=0.05)
+    assert not layer.bias.any()
+
+
+def test_deepcopy_pickle_and_meta():
+    layer = TTLinear(48, 96, ranks=4)
+    x = torch.randn(3, 48)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin(x), layer(x))
+    assert TTLinear(48, 96, device="meta").core_0.is_meta
+
+
+def test_compiles_as_one_graph_and_recompiles_once_for_other_ranks():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    layer = TTLinear(48, 96, ranks=6)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    x = torch.randn(3, 48)
+    torch.testing.assert_close(compiled(x), layer(x))
+    layer.load_cores(TTLinear(48, 96, ranks=3).cores())
+    torch.testing.assert_close(compiled(x), layer(x))
+    assert len(graphs) == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: TTLinear(48, 96, in_factors=(4, 8)),
+            r"in_factors=\(4, 8\) multiply to 32, but the layer has size 48",
+        ),
+        (lambda: TTLinear(48, 96, out_factors=(4, 0)), "contains 0"),
+        (lambda: TTLinear(48, 96, ranks=0), "rank=0 is not a positive integer"),
+        (lambda: TTLinear(48, 96, ranks=(1, 2)), "has 2 entries, but the cores have 5 inner bonds"),
+        (lambda: TTLinear(48, 96)(torch.randn(2, 47)), r"x has shape \(2, 47\).*in_features=48"),
+        (lambda: TTLinear(48, 96).load_dense(torch.randn(48, 96)), r"weight has shape \(48, 96\).*\(96, 48\)"),
+        (lambda: TTLinear(48, 96).load_cores([]), "do not fit a layer whose cores"),
+    ],
+)
+def test_bad_values_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

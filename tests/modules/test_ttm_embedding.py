@@ -1,0 +1,53 @@
+"""hf_comera/modules/ttm_embedding.py: computes what nn.Embedding with the same table computes."""
+
+import pytest
+import torch
+from torch.nn.functional import embedding
+
+from hf_comera.modules import TTMEmbedding
+
+
+@pytest.mark.parametrize(
+    ("num_embeddings", "embedding_dim", "order"), [(241, 48, 4), (57, 11, 3), (30522, 12, 2), (5, 7, 1)]
+)
+def test_equals_nn_embedding_with_its_dense_table(num_embeddings, embedding_dim, order):
+    factors = (1,) * (order - 1) + (embedding_dim,)
+    layer = TTMEmbedding(num_embeddings, embedding_dim, out_factors=factors, ranks=3, dtype=torch.float64)
+    ids = torch.randint(0, num_embeddings, (2, 5))
+    torch.testing.assert_close(layer(ids), embedding(ids, layer.dense()))
+    assert layer.dense().shape == (num_embeddings, embedding_dim)
+    x = torch.randn(2, embedding_dim, dtype=torch.float64)
+    torch.testing.assert_close(layer(x, project=True), x @ layer.dense().T)
+
+
+def test_published_shape_of_bert():
+    layer = TTMEmbedding(30522, 768, in_factors=(16, 20, 10, 10), out_factors=(4, 4, 8, 6), ranks=32, device="meta")
+    assert sum(core.numel() for core in layer.cores()) == 16 * 4 * 32 + 20 * 4 * 32**2 + 10 * 8 * 32**2 + 10 * 6 * 32
+
+
+def test_reset_gives_the_asked_deviation():
+    layer = TTMEmbedding(241, 48, ranks=8)
+    assert layer.dense().std().item() == pytest.approx(1.0, rel=0.05)
+    layer.reset_parameters(0.02)
+    assert layer.dense().std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_load_dense_at_full_rank_is_exact():
+    table = torch.randn(57, 12)
+    layer = TTMEmbedding(57, 12, ranks=10_000)
+    layer.load_dense(table)
+    torch.testing.assert_close(layer(torch.arange(57)), table, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: TTMEmbedding(241, 48, in_factors=(3, 3)), r"in_factors=\(3, 3\) multiply to 9.*size 241"),
+        (lambda: TTMEmbedding(241, 48, in_factors=(16, 16), out_factors=(4, 4, 3)), "differ in number"),
+        (lambda: TTMEmbedding(241, 48, ranks=-1), "rank=-1"),
+        (lambda: TTMEmbedding(241, 48).load_dense(torch.randn(48, 241)), "weight has shape"),
+    ],
+)
+def test_bad_values_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,67 @@
+"""hf_comera/tt/cores.py: chains agree with multiplying out, gradients with autograd, draws have the asked size."""
+
+import pytest
+import torch
+
+from hf_comera.tt.cores import (
+    contract_left,
+    contract_left_backward,
+    contract_right,
+    contract_right_backward,
+    count_parameters,
+    draw_cores,
+    train_norm,
+)
+from tests.dense_references import multiply_out, random_cores
+
+CHAINS = [((4, 3), 2), ((2, 3, 4), 3), ((5,), 1), ((1, 3, 1, 2), 2)]  # (factors, rank)
+
+
+@pytest.mark.parametrize(("factors", "rank"), CHAINS)
+def test_left_half_and_its_gradients(factors, rank):
+    cores = random_cores(factors, (rank,), rank)[:-1]
+    prefixes = contract_left(cores)
+    expected = torch.eye(1, dtype=torch.float64)
+    for core in cores:
+        expected = torch.tensordot(expected, core, dims=1)
+    torch.testing.assert_close(prefixes[-1], expected.reshape(prefixes[-1].shape))
+    grad = torch.randn_like(prefixes[-1])
+    assert_equal_gradients(cores, expected.reshape(grad.shape), grad, contract_left_backward(cores, prefixes, grad))
+
+
+@pytest.mark.parametrize(("factors", "rank"), CHAINS)
+def test_right_half_and_its_gradients(factors, rank):
+    cores = random_cores((rank,), factors, rank)[1:]
+    suffixes = contract_right(cores)
+    expected = cores[0]
+    for core in cores[1:]:
+        expected = torch.tensordot(expected, core, dims=1)
+    expected = expected.reshape(suffixes[0].shape)
+    torch.testing.assert_close(suffixes[0], expected)
+    grad = torch.randn_like(suffixes[0])
+    assert_equal_gradients(cores, expected, grad, contract_right_backward(cores, suffixes, grad))
+
+
+def assert_equal_gradients(cores, product, grad, ours):
+    for mine, reference in zip(ours, torch.autograd.grad(product, cores, grad), strict=True):
+        torch.testing.assert_close(mine, reference)
+
+
+def test_parameters_of_the_published_attention_layer():
+    assert count_parameters((12, 8, 8, 8, 8, 12), (12, 30, 30, 30, 12)) == 20_448
+
+
+@pytest.mark.parametrize("rank", [1, 4, 30])
+@pytest.mark.parametrize("std", [0.02, 1.0])
+def test_draws_have_exactly_the_asked_root_mean_square(rank, std):
+    cores = random_cores((8, 6), (6, 8), rank)
+    draw_cores([core.data for core in cores], std)
+    matrix = multiply_out([core.detach() for core in cores])
+    assert matrix.square().mean().sqrt().item() == pytest.approx(std, rel=1e-6)
+    deviations = [core.std().item() for core in cores if core.numel() > 100]
+    assert max(deviations, default=1.0) < 1.5 * min(deviations, default=1.0)
+
+
+def test_norm_agrees_with_the_dense_tensor():
+    cores = random_cores((3, 4), (5, 2), 3)
+    assert train_norm(cores) == pytest.approx(multiply_out(cores).norm().item(), rel=1e-12)
