@@ -1,0 +1,35 @@
+"""Train Transformers in tensor-train form from the first step, with the ordinary Hugging Face API."""
+
+from hf_comera.compress import (
+    ComeraConfig,
+    CompressionPlan,
+    SizeReport,
+    plan,
+    print_trainable_parameters,
+    size_report,
+)
+from hf_comera.hub.build import get_comera_model
+from hf_comera.hub.cards import write_model_card
+from hf_comera.hub.model import is_comera_model, merge_and_unload
+from hf_comera.hub.push import push_to_hub
+from hf_comera.hub.quantizer import register
+from hf_comera.optim import comera_param_groups
+
+register()
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ComeraConfig",
+    "CompressionPlan",
+    "SizeReport",
+    "comera_param_groups",
+    "get_comera_model",
+    "is_comera_model",
+    "merge_and_unload",
+    "plan",
+    "print_trainable_parameters",
+    "push_to_hub",
+    "size_report",
+    "write_model_card",
+]

@@ -1,0 +1,113 @@
+"""``ComeraConfig``: what to compress and how far; stored in a model's ``config.json`` as its quantization config."""
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+__all__ = ["FORMAT_VERSION", "ComeraConfig"]
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+"""Version of the checkpoint format; raised when older releases could no longer read what is written."""
+
+
+@dataclass(kw_only=True)
+class ComeraConfig(QuantizationConfigMixin):
+    """What becomes a tensor train, with which factors and ranks.
+
+    Patterns are matched as PEFT does: a list holds last parts of module names, a string is a regular expression that
+    must match a whole name. Pattern dictionaries map such an expression for the end of a name to a value.
+
+    Raises:
+        ValueError: If a rank, a number of factors or a factor is not a positive integer.
+    """
+
+    target_modules: list[str] | str | None = None
+    """Layers to compress: last parts of names, a regular expression, ``"all-linear"``, or None for the attention and
+    FFN projections and the word embedding of the architecture."""
+
+    exclude_modules: list[str] | str | None = None
+    """Layers to leave dense although they are targeted; same forms."""
+
+    rank: int = 30
+    """Largest rank of every bond; clipped per bond to what the factors can use. Source: CoMERA's experiments."""
+
+    num_factors: int = 3
+    """Factors per side of a linear layer: a d-factor layer has 2 d cores."""
+
+    embedding_num_factors: int = 4
+    """Factors of an embedding's vocabulary and hidden size: as many cores."""
+
+    rank_pattern: dict[str, int | list[int]] = field(default_factory=dict)
+    """Ranks of particular layers: pattern to one rank or one rank per bond."""
+
+    factor_pattern: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """Factors of particular layers: pattern to ``{"in_factors": [...], "out_factors": [...]}`` (of an embedding:
+    vocabulary and hidden size). A product above the size is padding."""
+
+    layers: dict[str, dict[str, Any]] | None = None
+    """What was compressed: filled in by the library, read back at load time. Leave it None."""
+
+    format_version: int = FORMAT_VERSION
+    """Version of the checkpoint format."""
+
+    quant_method: str = "comera"  # type: ignore[assignment]  # an enum of built-in methods there
+    """The name under which Transformers finds this method."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model."""
+        for name in ("rank", "num_factors", "embedding_num_factors"):
+            _check_positive(name, getattr(self, name))
+        for pattern, ranks in self.rank_pattern.items():
+            for rank in ranks if isinstance(ranks, list | tuple) else [ranks]:
+                _check_positive(f"rank_pattern[{pattern!r}]", rank)
+        for pattern, sides in self.factor_pattern.items():
+            if not isinstance(sides, Mapping) or not set(sides) <= {"in_factors", "out_factors"} or not sides:
+                raise ValueError(
+                    f"factor_pattern[{pattern!r}]={sides!r} is needed as a dictionary with in_factors, out_factors or "
+                    'both, for example {"in_factors": [12, 8, 8], "out_factors": [8, 8, 12]}.'
+                )
+        if isinstance(self.target_modules, list | tuple | set) and not self.target_modules:
+            raise ValueError("target_modules=[] selects nothing. Use None for the defaults of the architecture.")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Rebuild the config of a checkpoint; settings of a newer release that do not change the format are named.
+
+        Raises:
+            ValueError: If the checkpoint has a newer format than this release reads.
+        """
+        written = config_dict.get("format_version", FORMAT_VERSION)
+        if not isinstance(written, int) or written > FORMAT_VERSION:
+            raise ValueError(
+                f"The checkpoint has hf_comera format_version={written!r}, but this release reads up to "
+                f"{FORMAT_VERSION}. Install a newer hf_comera: pip install --upgrade hf_comera."
+            )
+        known = {item.name for item in fields(cls)}
+        unknown = sorted(set(config_dict) - known)
+        if unknown:
+            logger.warning("Settings %s of the checkpoint are unknown to this release and have no effect.", unknown)
+        config = cls(**{name: value for name, value in config_dict.items() if name in known})
+        unused = {name: value for name, value in kwargs.items() if name not in known}
+        for name in set(kwargs) & known:
+            setattr(config, name, kwargs[name])
+        config.__post_init__()
+        return (config, unused) if return_unused_kwargs else config
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings as JSON values."""
+        values = {item.name: copy.deepcopy(getattr(self, item.name)) for item in fields(self)}
+        if isinstance(self.target_modules, tuple | set):
+            values["target_modules"] = sorted(self.target_modules)
+        return values
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        example = 30 if "rank" in name else 3
+        raise ValueError(f"{name}={value!r} is not a positive integer. Use at least 1, for example {name}={example}.")

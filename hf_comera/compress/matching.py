@@ -1,0 +1,136 @@
+"""Which layers of a model a ``ComeraConfig`` selects: PEFT's matching rules, and errors that name the near misses."""
+
+import dataclasses
+import difflib
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_comera.compress.config import ComeraConfig
+from hf_comera.compress.targets import ALL_LINEAR, ALL_LINEAR_EXCLUDED, DEFAULT_TARGETS
+
+__all__ = ["COMPRESSIBLE_TYPES", "pattern_value", "select_layers"]
+
+logger = logging.getLogger(__name__)
+
+COMPRESSIBLE_TYPES = (nn.Linear, Conv1D, nn.Embedding)
+"""Exact types that can become tensor trains; subclasses may compute something else and are left alone."""
+
+
+def select_layers(model: Any, config: ComeraConfig) -> list[str]:
+    """Names of the layers that ``config`` targets, in the order of the model.
+
+    Raises:
+        ValueError: If an entry of ``target_modules`` or ``exclude_modules`` matches nothing, matches only layers that
+            cannot be compressed, or nothing at all is selected.
+    """
+    types = {name: type(module) for name, module in model.named_modules() if name}
+    layers = [name for name, kind in types.items() if kind in COMPRESSIBLE_TYPES]
+    _check_exclusions(config, types)
+    if config.target_modules is None:
+        selected = _default_layers(model, config, layers)
+    elif config.target_modules == ALL_LINEAR:
+        selected = _all_linear(model, config, layers)
+    else:
+        _check_targets(config, types, layers)
+        selected = _matching(config, layers)
+    if not selected:
+        raise ValueError(
+            f"target_modules={config.target_modules!r} with exclude_modules={config.exclude_modules!r} leaves nothing "
+            f"to compress in {type(model).__name__}. Layers that could be: {_listed(_last_parts(layers))}."
+        )
+    return selected
+
+
+def pattern_value(patterns: dict[str, Any], name: str) -> Any:
+    """The value of the first pattern that matches the end of ``name``; None without a match. PEFT's rule."""
+    # here, since importing PEFT takes a second that loading a checkpoint does not need
+    from peft.utils.other import get_pattern_key
+
+    return patterns.get(get_pattern_key(list(patterns), name)) if patterns else None
+
+
+def _matching(config: ComeraConfig, layers: Iterable[str]) -> list[str]:
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    selector = _PeftSelector(config.target_modules, config.exclude_modules)
+    return [name for name in layers if check_target_module_exists(selector, name)]
+
+
+@dataclasses.dataclass
+class _PeftSelector:
+    """The part of a PEFT config that its matching helper reads."""
+
+    target_modules: Any
+    exclude_modules: Any
+    target_parameters: None = None
+
+
+def _default_layers(model: Any, config: ComeraConfig, layers: list[str]) -> list[str]:
+    """The row of the architecture's table; for others all linear layers and the input embedding."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type in DEFAULT_TARGETS:
+        return _matching(dataclasses.replace(config, target_modules=list(DEFAULT_TARGETS[model_type])), layers)
+    logger.warning(
+        "No default targets are known for model_type=%r: all linear layers except heads and the input embedding are "
+        'compressed. Set target_modules (for example "all-linear") to choose.',
+        model_type,
+    )
+    selected = set(_all_linear(model, config, layers))
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    candidates = [name for name in layers if name in selected or model.get_submodule(name) is embedding]
+    return _matching(dataclasses.replace(config, target_modules=candidates), candidates)
+
+
+def _all_linear(model: Any, config: ComeraConfig, layers: list[str]) -> list[str]:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    linear = [
+        name
+        for name in layers
+        if type(model.get_submodule(name)) is not nn.Embedding
+        and model.get_submodule(name) is not head
+        and not any(name == part or name.endswith(f".{part}") for part in ALL_LINEAR_EXCLUDED)
+    ]
+    return _matching(dataclasses.replace(config, target_modules=linear), linear) if linear else []
+
+
+def _check_targets(config: ComeraConfig, types: dict[str, type], layers: list[str]) -> None:
+    """Each entry of a list, or the one expression, must match a layer that can be compressed."""
+    targets = config.target_modules
+    for entry in [targets] if isinstance(targets, str) else targets or ():
+        alone = ComeraConfig(target_modules=entry if isinstance(targets, str) else [entry])
+        if _matching(alone, layers):
+            continue
+        found = {types[name].__name__ for name in _matching(alone, types)}
+        if found:
+            raise ValueError(
+                f"target_modules: {entry!r} matches only layers of type {', '.join(sorted(found))}, which cannot be "
+                "compressed. Supported are exactly Linear, Conv1D and Embedding. Remove it from target_modules."
+            )
+        raise ValueError(_no_match("target_modules", entry, layers))
+
+
+def _check_exclusions(config: ComeraConfig, types: dict[str, type]) -> None:
+    exclusions = config.exclude_modules
+    for entry in [exclusions] if isinstance(exclusions, str) else exclusions or ():
+        if not _matching(ComeraConfig(target_modules=entry if isinstance(exclusions, str) else [entry]), types):
+            raise ValueError(_no_match("exclude_modules", entry, list(types)))
+
+
+def _no_match(setting: str, entry: str, names: list[str]) -> str:
+    known = _last_parts(names)
+    near = difflib.get_close_matches(entry.rpartition(".")[2], known, n=5, cutoff=0.5)
+    hint = f"Did you mean {', '.join(map(repr, near))}?" if near else f"This model has {_listed(known)}."
+    return f"{setting}: {entry!r} matches no layer. {hint}"
+
+
+def _last_parts(names: Iterable[str]) -> list[str]:
+    """Distinct last parts of the names, in order."""
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def _listed(names: list[str], limit: int = 12) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

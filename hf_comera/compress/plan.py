@@ -1,0 +1,246 @@
+"""What becomes what: a printable plan of a compression, made before a weight moves."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_comera.compress.config import ComeraConfig
+from hf_comera.compress.matching import pattern_value, select_layers
+from hf_comera.modules import TensorTrainModule
+from hf_comera.tt.cores import count_parameters
+from hf_comera.tt.shapes import balanced_factors, check_factors, check_ranks, factorize, useful_ranks
+
+__all__ = ["CompressionPlan", "LayerPlan", "plan"]
+
+
+@dataclass(kw_only=True, frozen=True)
+class LayerPlan:
+    """One layer: its kind, sizes, factors and ranks, and the parameters before and after (biases not counted)."""
+
+    name: str
+    kind: str
+    """``"tt_linear"`` or ``"ttm_embedding"``."""
+    in_size: int
+    out_size: int
+    in_factors: tuple[int, ...]
+    out_factors: tuple[int, ...]
+    ranks: tuple[int, ...]
+    error: float | None = None
+    """Relative Frobenius error of the decomposition; None where nothing was decomposed."""
+
+    @property
+    def dense_parameters(self) -> int:
+        """Entries of the dense weight."""
+        return self.in_size * self.out_size
+
+    @property
+    def parameters(self) -> int:
+        """Entries of all cores."""
+        if self.kind == "tt_linear":
+            return count_parameters((*self.in_factors, *self.out_factors), self.ranks)
+        return count_parameters(_core_sizes(self.in_factors, self.out_factors), self.ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of this layer in ``ComeraConfig.layers``."""
+        entry = {
+            "kind": self.kind,
+            "in_factors": list(self.in_factors),
+            "out_factors": list(self.out_factors),
+            "ranks": list(self.ranks),
+        }
+        return entry if self.error is None else {**entry, "error": round(self.error, 6)}
+
+
+@dataclass(kw_only=True)
+class CompressionPlan:
+    """All layers that change, the ties that follow them, and the size of the whole model. Print it."""
+
+    layers: list[LayerPlan]
+    ties: dict[str, str] = field(default_factory=dict)
+    """Tied module to the embedding whose cores it will use."""
+    dense_parameters: int
+    """Parameters of the whole model before, ties counted once."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model after."""
+        return self.dense_parameters - sum(layer.dense_parameters - layer.parameters for layer in self.layers)
+
+    @property
+    def ratio(self) -> float:
+        """Dense parameters over compressed ones, of the whole model."""
+        return self.dense_parameters / max(self.parameters, 1)
+
+    def __iter__(self) -> Iterator[LayerPlan]:
+        """Iterate over the layers."""
+        return iter(self.layers)
+
+    def __str__(self) -> str:
+        """The table."""
+        console = Console(width=160, record=False, no_color=True)
+        with console.capture() as capture:
+            console.print(self.__rich__())
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    def __rich__(self) -> Table:
+        """The table for ``rich.print``."""
+        table = Table(title="Compression plan", caption=self._caption(), show_edge=False, pad_edge=False)
+        with_errors = any(layer.error is not None for layer in self.layers)
+        table.add_column("layer", no_wrap=True)
+        for heading in ("kind", "factors", "ranks"):
+            table.add_column(heading)
+        for heading in ("dense", "compressed", "ratio", *(("error",) if with_errors else ())):
+            table.add_column(heading, justify="right")
+        for layer in self.layers:
+            table.add_row(*_row(layer, with_errors))
+        changed = sum(layer.dense_parameters for layer in self.layers), sum(layer.parameters for layer in self.layers)
+        table.add_section()
+        table.add_row("compressed layers", "", "", "", *_counts(*changed))
+        table.add_row("whole model", "", "", "", *_counts(self.dense_parameters, self.parameters))
+        return table
+
+    def _caption(self) -> str | None:
+        grown = [layer.name for layer in self.layers if layer.parameters >= layer.dense_parameters]
+        notes = [f"{tied} uses the cores of {source}" for tied, source in self.ties.items()]
+        if grown:
+            notes.append(f"no smaller than dense at these ranks: {', '.join(grown)}; lower rank or exclude them")
+        return "; ".join(notes) or None
+
+
+def plan(model: nn.Module, config: ComeraConfig) -> CompressionPlan:
+    """Decide for each layer of ``model`` what becomes of it, without touching a weight.
+
+    Args:
+        model: A dense model; may live on the meta device.
+        config: What to compress. Where ``config.layers`` is filled in (a checkpoint's config), it is followed.
+
+    Raises:
+        ValueError: If a setting does not fit the model; if the model is already compressed.
+    """
+    if any(isinstance(module, TensorTrainModule) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} already holds tensor-train layers. Call model.merge_and_unload() first to "
+            "compress it anew, or load the dense checkpoint."
+        )
+    if config.layers is None:
+        names = select_layers(model, config)
+        ties = _ties(model, set(names))
+        layers = [_plan_layer(name, model.get_submodule(name), config) for name in names if name not in ties]
+    else:
+        layers = _recorded_layers(model, config.layers)
+        ties = _ties(model, {layer.name for layer in layers})
+    return CompressionPlan(layers=layers, ties=ties, dense_parameters=sum(p.numel() for p in model.parameters()))
+
+
+def _plan_layer(name: str, module: nn.Module, config: ComeraConfig) -> LayerPlan:
+    in_size, out_size = _sizes(module)
+    embedding = type(module) is nn.Embedding
+    given = pattern_value(config.factor_pattern, name) or {}
+    number = config.embedding_num_factors if embedding else config.num_factors
+    if embedding:
+        number = len(given.get("in_factors") or given.get("out_factors") or (1,) * number)
+        defaults = factorize(in_size, number), balanced_factors(out_size, number)
+    else:
+        defaults = factorize(in_size, number)[::-1], factorize(out_size, number)
+    in_factors = tuple(given.get("in_factors", defaults[0]))
+    out_factors = tuple(given.get("out_factors", defaults[1]))
+    check_factors(f"factor_pattern: in_factors of {name}", in_factors, in_size)
+    check_factors(f"factor_pattern: out_factors of {name}", out_factors, out_size)
+    if embedding and len(in_factors) != len(out_factors):
+        raise ValueError(
+            f"factor_pattern: in_factors={in_factors} and out_factors={out_factors} of {name} differ in number, but "
+            f"each core of an embedding has one of both. Use out_factors={factorize(out_size, len(in_factors))}."
+        )
+    sizes = _core_sizes(in_factors, out_factors) if embedding else (*in_factors, *out_factors)
+    rank = pattern_value(config.rank_pattern, name)
+    if isinstance(rank, list | tuple):
+        check_ranks(f"rank_pattern for {name}", rank, len(sizes) - 1)
+    return LayerPlan(
+        name=name,
+        kind="ttm_embedding" if embedding else "tt_linear",
+        in_size=in_size,
+        out_size=out_size,
+        in_factors=in_factors,
+        out_factors=out_factors,
+        ranks=useful_ranks(sizes, config.rank if rank is None else rank),
+    )
+
+
+def _recorded_layers(model: nn.Module, recorded: dict[str, dict[str, Any]]) -> list[LayerPlan]:
+    """The layers of a checkpoint, found in ``model`` also where it has one base-model prefix more or less."""
+    modules = dict(model.named_modules())
+    prefix = getattr(model, "base_model_prefix", "") + "."
+    layers = []
+    for name, entry in recorded.items():
+        here = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in modules), None)
+        if here is None:
+            continue  # a head of the saved model that this class does not have: Transformers reports its keys
+        in_size, out_size = _sizes(modules[here])
+        values = {key: tuple(entry[key]) for key in ("in_factors", "out_factors", "ranks")}
+        layers.append(
+            LayerPlan(
+                name=here, kind=entry["kind"], in_size=in_size, out_size=out_size, error=entry.get("error"), **values
+            )
+        )
+    if not layers:
+        raise ValueError(
+            f"None of the compressed layers of this checkpoint ({', '.join(list(recorded)[:3])}, ...) exists in "
+            f"{type(model).__name__}. Load it with the class that saved it."
+        )
+    return layers
+
+
+def _ties(model: nn.Module, selected: set[str]) -> dict[str, str]:
+    """Modules whose weight is tied to that of a selected embedding; these will use its cores."""
+    ties = {}
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        target_module, source_module = target.rpartition(".")[0], source.rpartition(".")[0]
+        if not source.endswith(".weight"):
+            continue
+        if source_module in selected:
+            ties[target_module] = source_module
+        elif target_module in selected:
+            raise ValueError(
+                f"target_modules: {target_module!r} shares its weight with {source_module!r}, which is not selected. "
+                f"Target {source_module!r} (the tied layer then uses its cores), or exclude {target_module!r}."
+            )
+    return ties
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    """``(in, out)``: features of a linear layer; vocabulary and hidden size of an embedding."""
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    rows, columns = module.get_parameter("weight").shape
+    return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
+
+
+def _core_sizes(in_factors: tuple[int, ...], out_factors: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(v * h for v, h in zip(in_factors, out_factors, strict=True))
+
+
+def _row(layer: LayerPlan, with_errors: bool) -> list[str]:
+    factors = f"{_times(layer.in_factors)} -> {_times(layer.out_factors)}"
+    error = [] if not with_errors else ["" if layer.error is None else f"{layer.error:.4f}"]
+    counts = _counts(layer.dense_parameters, layer.parameters)
+    return [layer.name, layer.kind, factors, " ".join(map(str, layer.ranks)), *counts, *error]
+
+
+def _times(factors: tuple[int, ...]) -> str:
+    return "x".join(map(str, factors))
+
+
+def _counts(dense: int, compressed: int) -> list[str]:
+    return [f"{dense:,}", f"{compressed:,}", f"{dense / max(compressed, 1):.1f}x"]
+
+
+def with_errors(compression: CompressionPlan, errors: dict[str, float]) -> CompressionPlan:
+    """A copy of ``compression`` with the measured decomposition errors filled in."""
+    layers = [dataclasses.replace(layer, error=errors.get(layer.name, layer.error)) for layer in compression.layers]
+    return dataclasses.replace(compression, layers=layers)

@@ -1,0 +1,166 @@
+"""Carry a compression plan out on a model, and undo it: swap layers, keep ties, leave everything else alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from hf_comera.compress.plan import CompressionPlan, LayerPlan
+from hf_comera.modules import TensorTrainModule, TiedEmbedding, TiedHead, TTLinear, TTMEmbedding
+from hf_comera.tt.decomposition import relative_error
+
+__all__ = ["build_layer", "decompose_layer", "decompose_model", "link_tied", "merge_model", "replace_layers", "untie"]
+
+
+def build_layer(layer: LayerPlan, dense: Any, device: torch.device | str | None = None) -> TensorTrainModule:
+    """An uninitialised or freshly drawn tensor-train layer in place of ``dense``, with its dtype and training mode."""
+    settings: dict[str, Any] = {
+        "in_factors": layer.in_factors,
+        "out_factors": layer.out_factors,
+        "ranks": layer.ranks,
+        "device": device,
+        "dtype": dense.weight.dtype,
+    }
+    if layer.kind == "ttm_embedding":
+        new: TensorTrainModule = TTMEmbedding(layer.in_size, layer.out_size, padding_idx=dense.padding_idx, **settings)
+    else:
+        bias = getattr(dense, "bias", None)
+        transposed = isinstance(dense, Conv1D)
+        new = TTLinear(layer.in_size, layer.out_size, bias=bias is not None, transposed=transposed, **settings)
+    return new.train(dense.training)
+
+
+def decompose_layer(layer: LayerPlan, dense: Any, weight: Tensor) -> tuple[TensorTrainModule, float]:
+    """The TT-SVD of ``weight`` in a new layer, and its relative Frobenius error.
+
+    The bias of ``dense`` is carried over as the object it is. The new layer lives on the device of ``weight``.
+
+    Raises:
+        ValueError: If ``weight`` holds NaN or infinity.
+    """
+    if not torch.isfinite(weight).all():
+        raise ValueError(
+            f"The weight of {layer.name!r} holds NaN or infinity and cannot be decomposed. "
+            f"Repair the checkpoint, or add {layer.name!r} to exclude_modules."
+        )
+    new = build_layer(layer, dense, device="meta")
+    new.load_dense(weight)
+    if isinstance(new, TTLinear):
+        new.bias = dense.bias
+    for core in new.cores():
+        core.requires_grad_(dense.weight.requires_grad)
+    return new, relative_error(new.dense().detach(), weight)
+
+
+def decompose_model(model: nn.Module, plan: CompressionPlan) -> dict[str, float]:
+    """Replace the planned layers of a live model by their TT-SVD; returns the relative error of each.
+
+    All layers are decomposed before the first is replaced: an error leaves the model as it was.
+    """
+    new, errors = {}, {}
+    for layer in tqdm(plan.layers, desc="TT-SVD", unit="layer", leave=False, delay=2.0):
+        dense: Any = model.get_submodule(layer.name)
+        new[layer.name], errors[layer.name] = decompose_layer(layer, dense, dense.weight.detach())
+    _swap(model, plan, new.__getitem__)
+    return errors
+
+
+def replace_layers(model: nn.Module, plan: CompressionPlan, device: torch.device | str | None = None) -> None:
+    """Replace the planned layers by new ones without looking at their weights (for models on the meta device)."""
+    layers = {layer.name: layer for layer in plan.layers}
+    _swap(model, plan, lambda name: build_layer(layers[name], model.get_submodule(name), device))
+
+
+def _swap(model: nn.Module, plan: CompressionPlan, new_layer: Callable[[str], TensorTrainModule]) -> None:
+    untie(model, plan.ties)
+    for layer in plan.layers:
+        model.set_submodule(layer.name, new_layer(layer.name))
+    link_tied(model, plan.ties)
+
+
+def link_tied(model: nn.Module, ties: dict[str, str]) -> None:
+    """Put modules that compute with the cores of their source in place of tied heads and embeddings."""
+    for name, source_name in ties.items():
+        old, source = model.get_submodule(name), model.get_submodule(source_name)
+        if isinstance(source, TTMEmbedding):
+            new = (
+                TiedEmbedding(source)
+                if isinstance(old, nn.Embedding)
+                else TiedHead(source, getattr(old, "bias", None))
+            )
+            model.set_submodule(name, new.train(old.training))
+
+
+def untie(model: nn.Module, ties: dict[str, str]) -> None:
+    """Make Transformers forget the weight ties that the tied modules now keep by themselves.
+
+    ``all_tied_weights_keys`` is what loading reads; ``_tied_weights_keys``, a class attribute, is what ``tie_weights``
+    and ``save_pretrained`` expand again, so every model inside the model gets its own copy without those ties.
+    """
+    if not ties:
+        return
+    tied_keys = {f"{name}.weight" for name in ties}
+    for name, part in model.named_modules():
+        if not isinstance(part, PreTrainedModel):
+            continue
+        prefix = f"{name}." if name else ""
+        if part._tied_weights_keys:
+            part._tied_weights_keys = _without_ties(part, prefix, tied_keys)
+        if hasattr(part, "all_tied_weights_keys"):
+            kept = {k: v for k, v in part.all_tied_weights_keys.items() if prefix + k not in tied_keys}
+            part.all_tied_weights_keys = kept
+
+
+def _without_ties(part: PreTrainedModel, prefix: str, tied_keys: set[str]) -> dict[str, str]:
+    """``_tied_weights_keys`` (names or patterns) of ``part``, expanded to names, without ``tied_keys``."""
+    expanded = part.get_expanded_tied_weights_keys(all_submodels=False)
+    return {target: source for target, source in expanded.items() if prefix + target not in tied_keys}
+
+
+def merge_model(model: PreTrainedModel) -> None:
+    """Turn every tensor-train layer back into the dense layer that it stands for, ties included."""
+    trains = {name: m for name, m in model.named_modules() if isinstance(m, TensorTrainModule)}
+    tied = {name: m for name, m in model.named_modules() if isinstance(m, TiedHead | TiedEmbedding)}
+    dense: dict[str, Any] = {name: _dense_layer(module) for name, module in trains.items()}
+    by_source = {id(module): dense[name] for name, module in trains.items()}
+    for name, tied_module in tied.items():
+        dense[name] = _dense_tied(tied_module, by_source[id(tied_module.source)].weight)
+    for name, new in dense.items():
+        model.set_submodule(name, new.train(model.get_submodule(name).training))
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.__dict__.pop("_tied_weights_keys", None)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.all_tied_weights_keys = part.get_expanded_tied_weights_keys(all_submodels=True)
+    model.tie_weights()
+
+
+def _dense_layer(module: TensorTrainModule) -> nn.Module:
+    weight = nn.Parameter(module.dense().detach().contiguous(), requires_grad=module.cores()[0].requires_grad)
+    if isinstance(module, TTMEmbedding):
+        return _with_weight(nn.Embedding, module.weight_shape(), weight, padding_idx=module.padding_idx)
+    assert isinstance(module, TTLinear)
+    if module.transposed:
+        return _with_weight(Conv1D, (module.out_features, module.in_features), weight, bias=module.bias)
+    return _with_weight(nn.Linear, (module.in_features, module.out_features), weight, bias=module.bias)
+
+
+def _dense_tied(module: TiedHead | TiedEmbedding, weight: nn.Parameter) -> nn.Module:
+    rows, columns = weight.shape
+    if isinstance(module, TiedEmbedding):
+        return _with_weight(nn.Embedding, (rows, columns), weight, padding_idx=module.padding_idx)
+    return _with_weight(nn.Linear, (columns, rows), weight, bias=module.bias)
+
+
+def _with_weight(kind: Any, sizes: tuple[int, int], weight: nn.Parameter, **attributes: Any) -> nn.Module:
+    """A dense layer made without memory, then given ``weight`` and what else it owns."""
+    with torch.device("meta"):
+        new = kind(*sizes)
+    for name, value in {"weight": weight, **attributes}.items():
+        setattr(new, name, value)
+    return new

@@ -1,0 +1,1 @@
+"""In and out: building compressed models, load-time integration with Transformers, checkpoints, cards, pushing."""

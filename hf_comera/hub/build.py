@@ -1,0 +1,124 @@
+"""``get_comera_model``: a compressed model from a live one, or from scratch without a dense weight in memory."""
+
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_comera.compress.config import ComeraConfig
+from hf_comera.compress.initial_std import initial_stds
+from hf_comera.compress.plan import CompressionPlan, plan
+from hf_comera.compress.surgery import decompose_model, replace_layers
+from hf_comera.hub.model import attach
+from hf_comera.modules import TensorTrainModule, TiedHead
+
+__all__ = ["get_comera_model"]
+
+
+def get_comera_model(
+    model: Any,
+    comera_config: ComeraConfig,
+    *,
+    config: PreTrainedConfig | None = None,
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """Compress a model, or build one in compressed form from the start.
+
+    Args:
+        model: A live dense model: its weights are decomposed in place (TT-SVD). Or a model class, automatic
+            (``AutoModelForMaskedLM``) or concrete: a new model with random cores is built; needs ``config``.
+        comera_config: What to compress and how far.
+        config: The Transformers config of a new model.
+        dtype: Dtype of a new model; default is that of ``config``, or else float32.
+
+    Returns:
+        An ordinary Transformers model whose targeted layers are tensor trains, with the methods of
+        :class:`hf_comera.hub.model.ComeraModel`. A live model is returned as the same object.
+
+    Raises:
+        ValueError: If ``config`` is missing or superfluous, a setting does not fit, or the model is already
+            compressed. A live model is then left as it was.
+
+    Source:
+        CoMERA, arXiv:2405.14377 (training in tensor-train form from the first step).
+    """
+    if not isinstance(comera_config, ComeraConfig):
+        raise ValueError(
+            f"comera_config={comera_config!r} is needed as a ComeraConfig, for example ComeraConfig(rank=30)."
+        )
+    if comera_config.layers is not None:
+        raise ValueError(
+            "comera_config.layers is filled in by the library. Pass a fresh ComeraConfig with layers=None."
+        )
+    if isinstance(model, nn.Module):
+        if config is not None or dtype is not None:
+            raise ValueError(
+                "config and dtype are for new models; a live model has both. Pass the model's class instead."
+            )
+        return _compress(model, comera_config)
+    if config is None:
+        raise ValueError(
+            f"A new {getattr(model, '__name__', model)} needs config=..., for example "
+            'config=AutoConfig.from_pretrained("roberta-base").'
+        )
+    return _from_scratch(model, comera_config, config, dtype)
+
+
+def _compress(model: nn.Module, comera_config: ComeraConfig) -> PreTrainedModel:
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"{type(model).__name__} is not a Transformers PreTrainedModel. Compress the model inside it, or use the "
+            "layers of hf_comera.modules directly."
+        )
+    errors = decompose_model(model, plan(model, comera_config))
+    return attach(model, comera_config, errors)
+
+
+def _from_scratch(
+    model_class: Any, comera_config: ComeraConfig, config: PreTrainedConfig, dtype: torch.dtype | None
+) -> PreTrainedModel:
+    # buffers stay off meta: some models set them in __init__ only
+    with init_empty_weights(include_buffers=False):
+        build = getattr(model_class, "from_config", None) or model_class._from_config
+        model = build(config, dtype=dtype) if dtype is not None else build(config)
+    compression = plan(model, comera_config)
+    stds = initial_stds(model)
+    replace_layers(model, compression, device="meta")
+    model._apply(_allocate)
+    for thing in (*model.modules(), *model.parameters()):
+        thing.__dict__.pop("_is_hf_initialized", None)
+    model.initialize_weights()
+    _draw(model, compression, stds)
+    model.tie_weights()
+    _check_initialized(model)
+    return attach(model.train(), comera_config)
+
+
+def _allocate(tensor: Tensor) -> Tensor:
+    """Memory for a meta tensor, filled with NaN so that a parameter which nothing initialises is found."""
+    if not tensor.is_meta:
+        return tensor
+    return torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, device="cpu")
+
+
+def _check_initialized(model: PreTrainedModel) -> None:
+    forgotten = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
+    if forgotten:
+        raise ValueError(
+            f"{type(model).__name__} does not initialise {', '.join(forgotten[:3])} in _init_weights, so it cannot be "
+            "built without dense weights. Build the dense model and call get_comera_model(model, comera_config)."
+        )
+
+
+def _draw(model: PreTrainedModel, compression: CompressionPlan, stds: dict[str, float]) -> None:
+    """Fill the cores so that the implied weights have the deviations that the architecture asks for."""
+    for layer in compression.layers:
+        module = model.get_submodule(layer.name)
+        assert isinstance(module, TensorTrainModule)
+        std = stds.get(f"{layer.name}.weight")
+        module.reset_parameters(std) if std else module.reset_parameters()
+    for module in model.modules():
+        if isinstance(module, TiedHead):
+            module.reset_parameters()

@@ -1,0 +1,210 @@
+"""Model cards: write or refresh the ``README.md`` of a compressed model from measured values only."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers import PreTrainedModel
+
+from hf_comera.compress.size import SizeReport, size_report
+from hf_comera.hub.model import is_comera_model
+
+__all__ = ["require_compressed", "write_model_card"]
+
+TAGS = ["comera", "tensor-train"]
+
+# Last part of a model's class name -> the Auto class that loads it and its task on the Hub, where that is certain.
+TASKS = {
+    "ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
+    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
+    "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
+    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+    "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
+    "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
+    "ForMultipleChoice": ("AutoModelForMultipleChoice", None),
+    "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
+}
+
+KIND_NAMES = {"tt_linear": "linear layer", "ttm_embedding": "embedding"}
+METRIC_FIELDS = ("name", "value", "measured_on")
+OWN_PART = re.compile(r"<!-- hf_comera:begin.*?<!-- hf_comera:end -->", re.DOTALL)
+
+
+def write_model_card(
+    model: PreTrainedModel,
+    save_directory: str | os.PathLike[str],
+    *,
+    base_model: str | None = None,
+    training_data: str | None = None,
+    metrics: Sequence[Mapping[str, Any]] | None = None,
+    license: str | None = None,
+    language: str | Sequence[str] | None = None,
+    repo_id: str | None = None,
+    training_command: str | None = None,
+) -> Path:
+    """Write ``README.md`` beside a saved model: what it is, how to load it, its sizes, its ranks, how to merge it.
+
+    Sizes and ranks are read off the model. Everything else comes from the arguments; what is not given is left out.
+    Of a ``README.md`` that is there already only the part between hf_comera's two comments is rewritten, or added
+    where there is none; the rest of the text and the metadata that this call does not set are kept.
+
+    Args:
+        model: A compressed model.
+        save_directory: Folder of the card, usually the one given to ``save_pretrained``.
+        base_model: Hub id or path of the model whose weights this one started from.
+        training_data: One sentence about the data, in Markdown.
+        metrics: Rows of ``{"name": ..., "value": ..., "measured_on": ...}``.
+        license: Licence identifier of the Hub, such as ``"apache-2.0"``.
+        language: Language code or codes, such as ``"en"`` or ``"code"``.
+        repo_id: Hub id to load the model from. None: the card speaks of its own folder.
+        training_command: The shell command that trained the model and printed the metrics.
+
+    Returns:
+        Path of the card.
+
+    Raises:
+        ValueError: If the model is not compressed, a metric lacks a field, or the card that is there cannot be read.
+    """
+    require_compressed(model)
+    folder = Path(save_directory)
+    fresh = ModelCard.from_template(
+        ModelCardData(
+            base_model=base_model if _is_hub_id(base_model) else None,
+            language=language if language is None or isinstance(language, str) else list(language),
+            library_name="transformers",
+            license=license,
+            pipeline_tag=_task(model)[1],
+            tags=TAGS,
+        ),
+        template_str=files("hf_comera.hub").joinpath("model_card_template.md").read_text(encoding="utf-8"),
+        **{"base_model": base_model, "training_data": training_data, "training_command": training_command},
+        **{"license": license, "metrics": _metric_rows(metrics or ())},
+        **_loading_fields(model, folder, repo_id),
+        **_measured_fields(model),
+    )
+    path = folder / "README.md"
+    card = _merge_into(path, fresh) if path.exists() else fresh
+    beside = path.with_name("README.md.part")
+    card.save(beside)
+    beside.replace(path)
+    return path
+
+
+def require_compressed(model: PreTrainedModel) -> None:
+    """Refuse a model that has no tensor-train layers.
+
+    Raises:
+        ValueError: If ``model`` is not compressed.
+    """
+    if not is_comera_model(model):
+        raise ValueError(
+            f"model={type(model).__name__} has no tensor-train layers, so there is nothing to report. "
+            "Compress it first: model = get_comera_model(model, ComeraConfig(rank=30))"
+        )
+
+
+def _task(model: PreTrainedModel) -> tuple[str | None, str | None]:
+    """Auto class and Hub task of the model's class, None where they are not certain."""
+    name = type(model).__name__
+    return next((task for suffix, task in TASKS.items() if name.endswith(suffix)), (None, None))
+
+
+def _is_hub_id(base_model: str | None) -> bool:
+    """Whether the metadata may name ``base_model``: the Hub refuses paths there."""
+    if base_model is None or Path(base_model).exists():
+        return False
+    try:
+        validate_repo_id(base_model)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _cell(value: object) -> str:
+    """``value`` as the text of one cell of a Markdown table."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _metric_rows(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    for metric in metrics:
+        if set(metric) != set(METRIC_FIELDS):
+            raise ValueError(
+                f"metrics: {dict(metric)} has the fields {sorted(metric)}, needed are {sorted(METRIC_FIELDS)}, for "
+                'example {"name": "held-out loss", "value": 3.21, "measured_on": "5% of the functions"}.'
+            )
+    return [{field: _cell(metric[field]) for field in METRIC_FIELDS} for metric in metrics]
+
+
+def _loading_fields(model: PreTrainedModel, folder: Path, repo_id: str | None) -> dict[str, Any]:
+    """What the snippet that loads the model needs."""
+    auto_class = _task(model)[0] or type(model).__name__
+    has_tokenizer = (folder / "tokenizer_config.json").exists()
+    return {
+        "title": (repo_id or folder.resolve().name).rpartition("/")[2],
+        "model_class": type(model).__name__,
+        "auto_class": auto_class,
+        "imports": f"{auto_class}, AutoTokenizer" if has_tokenizer else auto_class,
+        "has_tokenizer": has_tokenizer,
+        "load_from": repo_id or ".",
+        "load_comment": "" if repo_id else "  # the folder of this card",
+    }
+
+
+def _measured_fields(model: PreTrainedModel) -> dict[str, Any]:
+    """Sizes and ranks, read off the model."""
+    layers = model.comera_plan().layers
+    kinds = Counter(layer.kind for layer in layers)
+    counts = [f"{count} {KIND_NAMES[kind]}{'s' if count > 1 else ''}" for kind, count in sorted(kinds.items())]
+    rows = [
+        {"name": f"`{layer.name}`", "kind": KIND_NAMES[layer.kind]}
+        | {field: ", ".join(map(str, getattr(layer, field))) for field in ("in_factors", "out_factors", "ranks")}
+        for layer in layers
+    ]
+    return {"layer_summary": " and ".join(counts), "layers": rows, "sizes": _size_rows(size_report(model))}
+
+
+def _size_rows(report: SizeReport) -> list[dict[str, str]]:
+    rows = [
+        ("parameters", report.dense_parameters, report.parameters),
+        ("bytes", report.dense_bytes, report.bytes),
+        ("parameters of the compressed layers", report.compressed_dense_parameters, report.compressed_parameters),
+    ]
+    return [
+        {"what": what, "dense": f"{dense:,}", "ours": f"{ours:,}", "ratio": f"{dense / ours:.1f}"}
+        for what, dense, ours in rows
+    ]
+
+
+def _merge_into(path: Path, fresh: ModelCard) -> ModelCard:
+    """The card at ``path`` with our part and our metadata taken from ``fresh``.
+
+    What the caller named wins over the metadata that is there; the task, which is a guess from the class, does not.
+    """
+    try:
+        card = ModelCard.load(path)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} starts with metadata that cannot be read; mend or remove it: {error}") from error
+    found = OWN_PART.findall(card.text)
+    if len(found) > 1 or card.text.count("<!-- hf_comera:") != 2 * len(found):
+        raise ValueError(
+            f"{path} has hf_comera's comments more than once or only half. Keep one pair around the text to rewrite, "
+            "'<!-- hf_comera:begin -->' and '<!-- hf_comera:end -->', or remove them all."
+        )
+    newline = "\r\n" if "\r\n" in card.text else "\n"
+    part = OWN_PART.search(fresh.text)[0].replace("\n", newline)
+    text = card.text if found else f"{card.text.rstrip()}{newline * 2}{part}{newline}"
+    card.text = OWN_PART.sub(lambda _: part, text)
+    tags = list(dict.fromkeys([*card.data.get("tags", []), *TAGS]))
+    task = card.data.get("pipeline_tag") or fresh.data.pipeline_tag
+    for key, value in (fresh.data.to_dict() | {"tags": tags, "pipeline_tag": task}).items():
+        card.data[key] = value
+    return card

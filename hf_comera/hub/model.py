@@ -1,0 +1,171 @@
+"""What a compressed model can do beyond its Transformers class: save with a guard, report sizes, merge back to dense.
+
+The model is never wrapped. Its class becomes a subclass of its own class, under the same name, so that everything of
+Transformers still works on it and ``super()`` is the original.
+"""
+
+import dataclasses
+import functools
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_comera.compress import size
+from hf_comera.compress.config import ComeraConfig
+from hf_comera.compress.plan import CompressionPlan, LayerPlan
+from hf_comera.compress.size import size_report
+from hf_comera.compress.surgery import merge_model
+from hf_comera.hub.saving import atomic_save
+from hf_comera.modules import TensorTrainModule, TTMEmbedding
+
+__all__ = ["ComeraModel", "attach", "is_comera_model", "merge_and_unload"]
+
+
+class ComeraModel:
+    """Methods of every compressed model; the other base class is the model's own."""
+
+    _dense_class: type[PreTrainedModel]
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save compact safetensors and ``config.json``; nothing in the folder changes before all is written.
+
+        The file also holds an empty tensor under the name of one dense weight. Transformers without hf_comera would
+        otherwise load random weights with a mere warning; the empty tensor makes it raise for a size mismatch.
+        """
+        _record_layers(self)
+        state_dict = dict(self.state_dict() if state_dict is None else state_dict)
+        state_dict[guard_key(self.config.quantization_config)] = torch.empty(0, dtype=self.dtype)
+        save = functools.partial(
+            super().save_pretrained, is_main_process=is_main_process, state_dict=state_dict, **kwargs
+        )
+        if kwargs.get("distributed_checkpoint"):
+            save(save_directory)  # every rank writes its own part: there is no one moment to rename
+        else:
+            atomic_save(save, save_directory, kwargs)
+
+    def comera_plan(self) -> CompressionPlan:
+        """What was compressed, with true ranks and, where measured, the error of each decomposition. Print it."""
+        report = size_report(self)
+        recorded = self.config.quantization_config.layers
+        layers = [_layer_plan(name, module, recorded.get(name, {})) for name, module in _trains(self).items()]
+        return CompressionPlan(layers=layers, dense_parameters=report.dense_parameters)
+
+    def print_trainable_parameters(self) -> None:
+        """Print parameters and bytes, dense and compressed, and the ratios."""
+        size.print_trainable_parameters(self)
+
+    def merge_and_unload(self) -> PreTrainedModel:
+        """Turn this model into an ordinary dense one, in place, and return it; it then saves as any other model."""
+        return merge_and_unload(self)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Not possible for a compressed embedding; raises unless nothing would change."""
+        new_size = args[0] if args else kwargs.get("new_num_tokens")
+        embedding = self.get_input_embeddings()
+        if not isinstance(embedding, TTMEmbedding) or new_size in (None, embedding.num_embeddings):
+            return (
+                embedding if isinstance(embedding, TTMEmbedding) else super().resize_token_embeddings(*args, **kwargs)
+            )
+        raise ValueError(
+            f"resize_token_embeddings({new_size}): the embedding is compressed with {embedding.num_embeddings} rows. "
+            "Call model.merge_and_unload(), resize, and compress again with get_comera_model(model, config)."
+        )
+
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        """Pickle and deep-copy through the model's own class, since the subclass has no importable name."""
+        return _new_instance, (self._dense_class,), self.__dict__.copy()
+
+
+def is_comera_model(model: Any) -> bool:
+    """Whether ``model`` is a compressed model of this library."""
+    return isinstance(model, ComeraModel)
+
+
+def attach(model: PreTrainedModel, config: ComeraConfig, errors: dict[str, float] | None = None) -> PreTrainedModel:
+    """Make a model with tensor-train layers a compressed model: its class, its config, no trace of a quantizer.
+
+    Transformers refuses to train, cast or save "quantized" models in several places; this one is an ordinary model
+    that merely carries its config for the next load.
+    """
+    for name in ("hf_quantizer", "quantization_method"):
+        model.__dict__.pop(name, None)
+    model.is_quantized = False
+    model.config.quantization_config = dataclasses.replace(config, layers=dict(config.layers or {}))
+    for name, error in (errors or {}).items():
+        model.config.quantization_config.layers[name] = {"error": error}
+    # read by FlashAttention's dtype rule only, which otherwise looks for an nn.Linear; not written to config.json
+    model.config._is_quantized = True
+    model.__class__ = _comera_class(type(model))
+    _record_layers(model)
+    return model
+
+
+def merge_and_unload(model: PreTrainedModel) -> PreTrainedModel:
+    """Turn a compressed model into an ordinary dense one, in place, and return it.
+
+    Raises:
+        ValueError: If ``model`` is not compressed.
+    """
+    if not is_comera_model(model):
+        raise ValueError(f"{type(model).__name__} is not a compressed model: there is nothing to merge.")
+    merge_model(model)
+    model.__class__ = model._dense_class
+    del model.config.quantization_config
+    model.config.__dict__.pop("_is_quantized", None)
+    return model
+
+
+def guard_key(config: ComeraConfig) -> str:
+    """Name of the dense weight under which a checkpoint stores an empty tensor."""
+    return f"{min(config.layers or {})}.weight"  # the smallest name: config.json does not keep the order
+
+
+def _record_layers(model: PreTrainedModel) -> None:
+    """Write the true factors and ranks of all layers into the config."""
+    config = model.config.quantization_config
+    recorded = config.layers or {}
+    config.layers = {
+        name: _layer_plan(name, module, recorded.get(name, {})).to_json() for name, module in _trains(model).items()
+    }
+
+
+def _layer_plan(name: str, module: TensorTrainModule, recorded: dict[str, Any]) -> LayerPlan:
+    embedding = isinstance(module, TTMEmbedding)
+    return LayerPlan(
+        name=name,
+        kind="ttm_embedding" if embedding else "tt_linear",
+        in_size=module.num_embeddings if embedding else module.in_features,
+        out_size=module.embedding_dim if embedding else module.out_features,
+        in_factors=module.in_factors,
+        out_factors=module.out_factors,
+        ranks=module.ranks,
+        error=recorded.get("error"),
+    )
+
+
+def _trains(model: PreTrainedModel) -> dict[str, TensorTrainModule]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, TensorTrainModule)}
+
+
+@functools.cache
+def _comera_class(dense_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    names = {"__module__": dense_class.__module__, "__qualname__": dense_class.__qualname__}
+    return type(
+        dense_class.__name__,
+        (ComeraModel, dense_class),
+        {**names, "__doc__": dense_class.__doc__, "_dense_class": dense_class},
+    )
+
+
+def _new_instance(dense_class: type[PreTrainedModel]) -> Any:
+    cls = _comera_class(dense_class)
+    return cls.__new__(cls)

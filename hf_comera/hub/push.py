@@ -1,0 +1,91 @@
+"""Push a compressed model to the Hub in one commit: weights, config, tokenizer and a model card of measured values."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from hf_comera.hub.cards import require_compressed, write_model_card
+
+__all__ = ["push_to_hub"]
+
+
+def push_to_hub(
+    model: PreTrainedModel,
+    repo_id: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+    commit_message: str | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    **card_fields: Any,
+) -> CommitInfo:
+    """Save ``model``, ``tokenizer`` and a model card to the Hub repository ``repo_id``, made if it is not there.
+
+    Everything is written to a temporary folder first, so a setting that is refused leaves the Hub as it was. The text
+    that a card on the Hub has outside hf_comera's part is kept.
+
+    Args:
+        model: A compressed model.
+        repo_id: ``"user/name"``, or ``"name"`` for the account of ``token``.
+        tokenizer: Tokenizer or processor to store beside the model.
+        commit_message: Title of the commit.
+        private: Whether a new repository is private. None: the account's default.
+        token: Access token. None: the one that ``hf auth login`` stored.
+        revision: Branch to write to, made if it is not there. None: ``main``.
+        create_pr: Open a pull request instead of writing to the branch.
+        **card_fields: ``base_model``, ``training_data``, ``metrics``, ``license``, ``language`` and
+            ``training_command`` of :func:`hf_comera.write_model_card`.
+
+    Returns:
+        The commit; ``.commit_url`` shows it.
+
+    Raises:
+        ValueError: If the model is not compressed or the card cannot be written from ``card_fields``.
+    """
+    require_compressed(model)
+    api = HfApi(token=token)
+    if "/" not in repo_id:
+        repo_id = f"{api.whoami()['name']}/{repo_id}"
+    with TemporaryDirectory() as directory:
+        folder = Path(directory)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        _fetch_card(api, repo_id, revision, folder)
+        write_model_card(model, folder, repo_id=repo_id, **card_fields)
+        model.save_pretrained(folder)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None and not revision.startswith("refs/"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        return api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message=commit_message or "Upload tensor-train model with hf_comera",
+            revision=revision,
+            create_pr=create_pr,
+        )
+
+
+def _fetch_card(api: HfApi, repo_id: str, revision: str | None, folder: Path) -> None:
+    """Bring the card that the new one has to keep the text of into ``folder``; there may be none.
+
+    A branch that is not there yet will start from ``main``, and so does its card.
+    """
+    try:
+        api.hf_hub_download(repo_id, "README.md", revision=revision, local_dir=folder)
+    except RevisionNotFoundError:
+        _fetch_card(api, repo_id, None, folder)
+    except LocalEntryNotFoundError:  # says that the Hub could not be reached, not that there is no card
+        raise
+    except (EntryNotFoundError, RepositoryNotFoundError):
+        return

@@ -1,0 +1,226 @@
+"""Load-time integration: Transformers finds ``comera`` as a quantization method, and this builds the layers.
+
+Two ways through ``from_pretrained``. A compressed checkpoint: tensor-train layers replace the dense ones on the meta
+device, then the file fills them. A dense checkpoint with ``quantization_config=ComeraConfig(...)``: each weight is
+decomposed as it arrives, one at a time. After loading, nothing of the quantizer stays on the model.
+"""
+
+import re
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+
+from hf_comera.compress.config import ComeraConfig
+from hf_comera.compress.plan import CompressionPlan, plan
+from hf_comera.compress.surgery import decompose_layer, link_tied, replace_layers, untie
+from hf_comera.hub.model import attach, guard_key
+from hf_comera.modules import TensorTrainModule, TiedHead
+
+__all__ = ["ComeraQuantizer", "register"]
+
+
+class ComeraQuantizer(HfQuantizer):
+    """Puts tensor-train layers into a model while Transformers loads it."""
+
+    requires_calibration = False
+    quantization_config: ComeraConfig
+
+    def __init__(self, quantization_config: ComeraConfig, **kwargs: Any) -> None:
+        """Made by Transformers, once per load."""
+        super().__init__(quantization_config, **kwargs)
+        self.plan: CompressionPlan | None = None
+        self.errors: dict[str, float] = {}
+        self.missing: list[str] = []
+        self.load_dtype: torch.dtype | None = None
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The only place where the dtype of the load is told."""
+        self.load_dtype = dtype
+        return dtype
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> PreTrainedModel:
+        if self.pre_quantized:
+            _check_files(checkpoint_files)
+        self.plan = plan(model, self.quantization_config)
+        for part in _parts(model):
+            part.__dict__["_initialize_weights"] = types.MethodType(_initialize_weights(self), part)
+        if self.pre_quantized:
+            replace_layers(model, self.plan, device="meta")
+            _ignore_guard(model, self.quantization_config)
+        else:
+            untie(model, self.plan.ties)
+        return model
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Dense weights that are to be decomposed; of a compressed file the cores, whose ranks the file decides."""
+        assert self.plan is not None
+        module_name, _, parameter = param_name.rpartition(".")
+        planned = any(layer.name == module_name for layer in self.plan.layers)
+        return planned and (parameter.startswith("core_") if self.pre_quantized else parameter == "weight")
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """What happens to a dense weight that arrives."""
+        return _Decompose(self)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        for part in _parts(model):
+            part.__dict__.pop("_initialize_weights", None)
+        if self.missing:
+            raise ValueError(
+                f"The checkpoint has no cores for {', '.join(self.missing[:3])}"
+                f"{' and others' if len(self.missing) > 3 else ''}, though its config.json lists them. It is damaged "
+                "or foreign: save it again with model.save_pretrained, or load it with the class that saved it."
+            )
+        _check_bonds(model)
+        if self.load_dtype is not None and not hasattr(HfQuantizer, "get_new_dtype"):
+            _cast(model, self.load_dtype)
+        return attach(model, self.quantization_config, self.errors)
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Compressed models save."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Compressed models train."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """Compressed models train in full."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """The layers are traceable."""
+        return True
+
+
+class _Decompose(ConversionOps):
+    """Turns one dense weight into a tensor-train layer, in place of the dense layer."""
+
+    def __init__(self, quantizer: ComeraQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        *,
+        full_layer_name: str,
+        model: PreTrainedModel,
+        missing_keys: set[str],
+        **kwargs: Any,
+    ) -> dict[str, Tensor]:
+        """Decompose the one weight in ``input_dict``; returns nothing that the loader would still have to set."""
+        (value,) = input_dict.values()
+        weight = value[0] if isinstance(value, list) else value
+        name = full_layer_name.rpartition(".")[0]
+        compression = self.quantizer.plan
+        assert compression is not None
+        layer = next(layer for layer in compression.layers if layer.name == name)
+        new, self.quantizer.errors[name] = decompose_layer(layer, model.get_submodule(name), weight)
+        for core in new.cores():
+            core._is_hf_initialized = True  # the loader draws new values for parameters without this mark
+        new._is_hf_initialized = True
+        model.set_submodule(name, new)
+        ties = {tied: source for tied, source in compression.ties.items() if source == name}
+        link_tied(model, ties)
+        missing_keys.difference_update({full_layer_name, *(f"{tied}.weight" for tied in ties)})
+        return {}
+
+
+def register() -> None:
+    """Make ``comera`` known to Transformers; a second call (a reload of the package) replaces the first."""
+    AUTO_QUANTIZATION_CONFIG_MAPPING.pop("comera", None)
+    AUTO_QUANTIZER_MAPPING.pop("comera", None)
+    register_quantization_config("comera")(ComeraConfig)
+    register_quantizer("comera")(ComeraQuantizer)
+
+
+def _parts(model: nn.Module) -> Iterator[PreTrainedModel]:
+    return (module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def _initialize_weights(quantizer: ComeraQuantizer) -> Any:
+    """Stands in for ``PreTrainedModel._initialize_weights``, which does not know tensor-train layers."""
+
+    def initialize(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if isinstance(module, TiedHead):
+            if not getattr(module.bias, "_is_hf_initialized", False):
+                module.reset_parameters()
+        elif not isinstance(module, TensorTrainModule):
+            type(self)._initialize_weights(self, module, *args, **kwargs)
+        elif not all(getattr(core, "_is_hf_initialized", False) or core.is_meta for core in module.cores()):
+            module.reset_parameters()
+            quantizer.missing.append(repr(module))
+
+    return initialize
+
+
+def _ignore_guard(model: PreTrainedModel, config: ComeraConfig) -> None:
+    """The empty tensor that stops plain Transformers is expected here."""
+    prefix = getattr(model, "base_model_prefix", "") + "."
+    key = guard_key(config)
+    keys = {key, key.removeprefix(prefix), prefix + key}
+    ignored = {f"^{re.escape(name)}$" for name in keys}
+    model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | ignored
+
+
+def _check_files(checkpoint_files: list[str] | None) -> None:
+    """Read the headers: a truncated or foreign file is named before anything else happens."""
+    found = not checkpoint_files
+    for file in checkpoint_files or ():
+        if not str(file).endswith(".safetensors"):
+            raise ValueError(
+                f"{file} is not a safetensors file; compressed checkpoints are read from safetensors only."
+            )
+        try:
+            with safe_open(file, framework="pt") as checkpoint:
+                found = found or any(key.rpartition(".")[2] == "core_0" for key in checkpoint.keys())
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{file} cannot be read as safetensors ({error}): it is truncated or damaged. Copy it again."
+            ) from error
+    if not found:
+        raise ValueError(
+            f"{checkpoint_files[0] if checkpoint_files else ''} holds no tensor-train cores, though config.json says "
+            "quant_method='comera'. Restore the matching file, or remove quantization_config from config.json."
+        )
+
+
+def _check_bonds(model: nn.Module) -> None:
+    """Cores come from the file with any rank; neighbours must agree, and factors must be those of the config."""
+    for name, module in model.named_modules():
+        if not isinstance(module, TensorTrainModule):
+            continue
+        cores = module.cores()
+        lefts, rights = [core.shape[0] for core in cores], [core.shape[-1] for core in cores]
+        covered = [size for core in cores for size in core.shape[1:-1]]
+        if lefts[0] != 1 or rights[-1] != 1 or lefts[1:] != rights[:-1] or covered != module.expected_factors():
+            raise ValueError(
+                f"The cores of {name!r} have shapes {[tuple(core.shape) for core in cores]}, which do not fit "
+                f"together or not the factors {module.expected_factors()} of config.json. The checkpoint is damaged."
+            )
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Transformers before 5.2x leaves keys that it renames in the dtype of the file."""
+    keep = [key.replace(".", r"\.") for key in model._get_dtype_plan(dtype)]
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not parameter.is_meta and not any(re.search(key, name) for key in keep):
+            parameter.data = parameter.data.to(dtype)

@@ -1,0 +1,5 @@
+"""Parameter groups and optimizers."""
+
+from hf_comera.optim.param_groups import comera_param_groups
+
+__all__ = ["comera_param_groups"]

@@ -1,0 +1,64 @@
+"""hf_comera/compress/config.py: settings survive JSON, bad ones raise, newer checkpoints are told apart from typos."""
+
+import json
+import logging
+
+import pytest
+
+from hf_comera import ComeraConfig
+
+
+def test_round_trip_through_json():
+    config = ComeraConfig(
+        rank=12,
+        target_modules=["q_proj"],
+        rank_pattern={"layers.0.q_proj": 4},
+        factor_pattern={"q_proj": {"in_factors": [4, 12]}},
+        layers={"q_proj": {"kind": "tt_linear", "in_factors": [4, 12], "out_factors": [6, 8], "ranks": [2, 2, 2]}},
+    )
+    assert ComeraConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.to_dict()["quant_method"] == "comera"
+
+
+def test_changing_the_dictionary_does_not_change_the_config():
+    config = ComeraConfig(rank_pattern={"a": 3})
+    config.to_dict()["rank_pattern"]["a"] = 5
+    assert config.rank_pattern == {"a": 3}
+
+
+def test_unknown_settings_of_a_checkpoint_are_named_and_ignored(caplog):
+    with caplog.at_level(logging.WARNING):
+        config = ComeraConfig.from_dict({"rank": 8, "colour": "red", "format_version": 1})
+    assert config.rank == 8
+    assert "['colour'] of the checkpoint are unknown" in caplog.text
+
+
+def test_a_newer_format_is_refused():
+    with pytest.raises(ValueError, match=r"format_version=99, but this release reads up to 1. Install a newer"):
+        ComeraConfig.from_dict({"rank": 8, "format_version": 99})
+
+
+def test_a_misspelled_setting_raises():
+    with pytest.raises(TypeError, match="rnak"):
+        ComeraConfig(rnak=8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, "rank=0 is not a positive integer. Use at least 1, for example rank=30"),
+        ({"rank": -4}, "rank=-4"),
+        ({"rank": 2.5}, "rank=2.5"),
+        ({"rank": True}, "rank=True"),
+        ({"num_factors": 0}, "num_factors=0.*num_factors=3"),
+        ({"embedding_num_factors": -1}, "embedding_num_factors=-1"),
+        ({"rank_pattern": {"q": 0}}, r"rank_pattern\['q'\]=0"),
+        ({"rank_pattern": {"q": [3, 0]}}, r"rank_pattern\['q'\]=0"),
+        ({"factor_pattern": {"q": [3, 4]}}, r"factor_pattern\['q'\]=\[3, 4\] is needed as a dictionary"),
+        ({"factor_pattern": {"q": {"inputs": [3, 4]}}}, "in_factors, out_factors or both"),
+        ({"target_modules": []}, r"target_modules=\[\] selects nothing"),
+    ],
+)
+def test_bad_settings_raise(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ComeraConfig(**settings)

@@ -1,0 +1,122 @@
+"""hf_comera/hub/model.py: methods of a compressed model; merged checkpoints are ordinary; copies and pickles work."""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM
+
+from hf_comera import ComeraConfig, get_comera_model, is_comera_model, merge_and_unload
+from hf_comera.modules import TensorTrainModule
+from tests.architectures import ARCHITECTURES, every_architecture
+
+
+def compressed(architecture, **settings):
+    return get_comera_model(
+        architecture.auto_class, ComeraConfig(rank=4, **settings), config=architecture.new_config()
+    ).eval()
+
+
+@every_architecture
+def test_merged_model_is_an_ordinary_one(architecture, tmp_path):
+    model = compressed(architecture)
+    inputs = architecture.inputs()
+    expected = model(**inputs).logits
+    merged = model.merge_and_unload()
+    assert merged is model
+    assert not is_comera_model(model)
+    assert type(model) is type(architecture.new_model())
+    assert not hasattr(model.config, "quantization_config")
+    error = (model(**inputs).logits - expected).norm() / expected.norm()
+    assert error < 1e-5
+    model.save_pretrained(tmp_path)
+    loaded, info = architecture.auto_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    assert not any(isinstance(m, TensorTrainModule) for m in loaded.modules())
+
+
+MERGED_ELSEWHERE = """
+import sys, torch, transformers
+model, inputs, expected = torch.load(sys.argv[1] + "/case.pt", weights_only=True)
+loaded = getattr(transformers, model).from_pretrained(sys.argv[1]).eval()
+assert not any(name.startswith("hf_comera") for name in sys.modules)
+logits = loaded(**inputs).logits
+print(((logits - expected).norm() / expected.norm()).item())
+"""
+
+
+@pytest.mark.parametrize("name", ["bert-mlm", "gpt2", "t5"])
+def test_merged_checkpoint_loads_in_a_process_without_hf_comera(name, tmp_path):
+    architecture = ARCHITECTURES[name]
+    model = compressed(architecture)
+    inputs = architecture.inputs()
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    model.merge_and_unload().save_pretrained(tmp_path)
+    torch.save((architecture.auto_class.__name__, inputs, expected), tmp_path / "case.pt")
+    program = [sys.executable, "-c", MERGED_ELSEWHERE, str(tmp_path)]
+    result = subprocess.run(
+        program, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""}, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout) < 1e-5
+
+
+@every_architecture
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_are_compressed_models_too(architecture, duplicate):
+    model = compressed(architecture)
+    inputs = architecture.inputs()
+    twin = duplicate(model)
+    assert type(twin) is type(model)
+    assert torch.equal(twin(**inputs).logits, model(**inputs).logits)
+    assert {id(p) for p in twin.parameters()}.isdisjoint({id(p) for p in model.parameters()})
+
+
+def test_casting_is_allowed():
+    model = compressed(ARCHITECTURES["llama-tied"])
+    assert {p.dtype for p in model.half().parameters()} == {torch.float16}
+    assert {p.dtype for p in model.float().parameters()} == {torch.float32}
+
+
+def test_plan_and_sizes_of_a_compressed_model(capsys):
+    model = get_comera_model(ARCHITECTURES["bert-mlm"].new_model(), ComeraConfig(rank=4))
+    text = str(model.comera_plan())
+    assert "error" in text
+    assert "bert.encoder.layer.1.output.dense" in text
+    assert model.comera_plan().parameters == sum(p.numel() for p in model.parameters())
+    model.print_trainable_parameters()
+    assert "ratio" in capsys.readouterr().out
+
+
+def test_resizing_a_compressed_embedding_raises_with_the_way_out():
+    model = compressed(ARCHITECTURES["gpt2"])
+    assert model.resize_token_embeddings(241) is model.get_input_embeddings()
+    with pytest.raises(ValueError, match=r"resize_token_embeddings\(250\).*241 rows.*merge_and_unload"):
+        model.resize_token_embeddings(250)
+    dense_embedding = compressed(ARCHITECTURES["llama-untied"], exclude_modules=["embed_tokens"])
+    assert dense_embedding.resize_token_embeddings(250).num_embeddings == 250
+
+
+def test_merging_a_dense_model_raises():
+    with pytest.raises(ValueError, match="BertForMaskedLM is not a compressed model"):
+        merge_and_unload(ARCHITECTURES["bert-mlm"].new_model())
+
+
+def test_a_state_dict_given_by_the_caller_is_what_is_saved(tmp_path):
+    model = compressed(ARCHITECTURES["bert-mlm"])
+    state = {name: value + 1.0 if value.is_floating_point() else value for name, value in model.state_dict().items()}
+    keys = list(state)
+    model.save_pretrained(tmp_path, state_dict=state)
+    assert list(state) == keys
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    name = "bert.encoder.layer.0.attention.self.query.core_0"
+    torch.testing.assert_close(loaded.get_parameter(name), model.get_parameter(name) + 1.0)

@@ -1,0 +1,225 @@
+"""hf_comera/hub/quantizer.py: checkpoints load bit for bit, dense ones are decomposed, bad files are named."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+from hf_comera import ComeraConfig, get_comera_model, is_comera_model
+from hf_comera.modules import TensorTrainModule, TTLinear
+from tests.architectures import ARCHITECTURES, every_architecture
+
+NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
+
+
+@every_architecture
+@pytest.mark.parametrize("shard", [None, "15KB"], ids=["one-file", "sharded"])
+def test_reload_gives_equal_logits_and_no_stray_keys(architecture, shard, tmp_path):
+    model = get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config()).eval()
+    inputs = architecture.inputs()
+    expected = model(**inputs).logits
+    model.save_pretrained(tmp_path, **({"max_shard_size": shard} if shard else {}))
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == bool(shard)
+    loaded, info = architecture.auto_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert info == NOTHING
+    assert torch.equal(loaded(**inputs).logits, expected)
+    assert type(loaded) is type(model)
+    assert not hasattr(loaded, "hf_quantizer")
+    assert not loaded.is_quantized
+    assert not loaded.training
+
+
+@every_architecture
+def test_bfloat16(architecture, tmp_path):
+    model = get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config()).eval()
+    model.save_pretrained(tmp_path)
+    loaded = architecture.auto_class.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    rounded = dict(model.to(torch.bfloat16).named_parameters())
+    assert all(torch.equal(parameter, rounded[name]) for name, parameter in loaded.named_parameters())
+    inputs = {key: v.bfloat16() if v.is_floating_point() else v for key, v in architecture.inputs().items()}
+    torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits, rtol=0.05, atol=0.02)
+
+
+@every_architecture
+def test_ranks_come_from_the_file_layer_by_layer(architecture, tmp_path):
+    model = get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config()).eval()
+    name, layer = next((n, m) for n, m in model.named_modules() if isinstance(m, TTLinear))
+    smaller = TTLinear(
+        layer.in_features,
+        layer.out_features,
+        in_factors=layer.in_factors,
+        out_factors=layer.out_factors,
+        ranks=(3, 2, 1, 2, 4),
+    )
+    layer.load_cores(smaller.cores())
+    model.save_pretrained(tmp_path)
+    config_file = tmp_path / "config.json"
+    config = json.loads(config_file.read_text())
+    assert config["quantization_config"]["layers"][name]["ranks"] == [3, 2, 1, 2, 4]
+    for recorded in config["quantization_config"]["layers"].values():
+        recorded["ranks"] = [1] * len(recorded["ranks"])  # stale on purpose: the file must win
+    config_file.write_text(json.dumps(config))
+    loaded = architecture.auto_class.from_pretrained(tmp_path)
+    assert loaded.get_submodule(name).ranks == (3, 2, 1, 2, 4)
+    inputs = architecture.inputs()
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    assert loaded.config.quantization_config.layers[name]["ranks"] == [3, 2, 1, 2, 4]
+
+
+@every_architecture
+def test_decomposing_while_loading_equals_decomposing_in_place(architecture, tmp_path):
+    dense = architecture.new_model()
+    dense.save_pretrained(tmp_path)
+    loaded = architecture.auto_class.from_pretrained(tmp_path, quantization_config=ComeraConfig(rank=4))
+    in_place = get_comera_model(dense, ComeraConfig(rank=4))
+    inputs = architecture.inputs()
+    assert torch.equal(loaded(**inputs).logits, in_place(**inputs).logits)
+    assert loaded.config.quantization_config.layers == in_place.config.quantization_config.layers
+    assert all(layer.error is not None for layer in loaded.comera_plan())
+    assert len([m for m in loaded.modules() if isinstance(m, TensorTrainModule)]) == architecture.num_layers
+
+
+@every_architecture
+def test_base_model_and_head_model_read_each_other(architecture, tmp_path):
+    model = get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config()).eval()
+    model.save_pretrained(tmp_path / "head")
+    base = AutoModel.from_pretrained(tmp_path / "head")
+    base.save_pretrained(tmp_path / "base")
+    again = architecture.auto_class.from_pretrained(tmp_path / "base")
+    cores = {name: p for name, p in again.named_parameters() if ".core_" in name}
+    assert len(cores) >= 6 * 8
+    assert all(torch.equal(p, model.get_parameter(name)) for name, p in cores.items())
+    assert all(p.isfinite().all() for p in again.parameters())
+
+
+def test_fine_tuning_start_another_head_on_the_same_cores(tmp_path):
+    model = get_comera_model(AutoModelForMaskedLM, ComeraConfig(rank=4), config=ARCHITECTURES["roberta"].new_config())
+    model.save_pretrained(tmp_path)
+    classifier, info = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert all(key.startswith("classifier") for key in info["missing_keys"])
+    cores = [name for name, _ in model.named_parameters() if ".core_" in name]
+    assert all(torch.equal(classifier.get_parameter(name), model.get_parameter(name)) for name in cores)
+
+
+LOAD_WITHOUT_US = """
+import sys, transformers
+assert "hf_comera" not in sys.modules
+{auto_class}.from_pretrained(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("auto_class", ["transformers.AutoModelForMaskedLM", "transformers.AutoModel"])
+def test_a_process_without_hf_comera_raises_instead_of_loading_random_weights(auto_class, tmp_path):
+    architecture = ARCHITECTURES["bert-mlm"]
+    get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config()).save_pretrained(
+        tmp_path
+    )
+    program = [sys.executable, "-c", LOAD_WITHOUT_US.format(auto_class=auto_class), str(tmp_path)]
+    result = subprocess.run(
+        program, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""}, cwd=tmp_path
+    )
+    assert result.returncode != 0
+    assert "size mismatch" in result.stderr or "ignore_mismatched_sizes" in result.stderr
+
+
+@every_architecture
+def test_the_guard_is_one_empty_tensor_under_a_dense_name(architecture, tmp_path):
+    model = get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config())
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        empty = [key for key in file.keys() if file.get_tensor(key).numel() == 0]
+    assert len(empty) == 1
+    assert empty[0].endswith(".weight")
+    assert not any(value.numel() == 0 for value in model.state_dict().values())
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    architecture = ARCHITECTURES["bert-mlm"]
+    get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config()).save_pretrained(
+        tmp_path
+    )
+    return tmp_path
+
+
+def truncate(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def change_tensors(change):
+    def apply(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return apply
+
+
+def newer_format(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["format_version"] = 99
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def only_dense(tensors):
+    for key in [key for key in tensors if ".core_" in key]:
+        del tensors[key]
+
+
+QUERY = "bert.encoder.layer.0.attention.self.query"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(truncate, r"model\.safetensors cannot be read as safetensors", id="truncated"),
+        pytest.param(
+            lambda folder: (folder / "model.safetensors").write_bytes(b"hello"), "cannot be read", id="foreign-bytes"
+        ),
+        pytest.param(change_tensors(only_dense), "holds no tensor-train cores", id="foreign-tensors"),
+        pytest.param(
+            change_tensors(lambda tensors: tensors.pop(f"{QUERY}.core_2")),
+            "The checkpoint has no cores for",
+            id="core-missing",
+        ),
+        pytest.param(
+            change_tensors(lambda tensors: tensors.update({f"{QUERY}.core_2": torch.zeros(2, 3, 2)})),
+            "do not fit together",
+            id="bonds-disagree",
+        ),
+        pytest.param(newer_format, "format_version=99", id="newer-format"),
+    ],
+)
+def test_damaged_checkpoints_raise(checkpoint, damage, message):
+    damage(checkpoint)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForMaskedLM.from_pretrained(checkpoint)
+
+
+def test_unknown_settings_of_a_newer_release_are_named_and_the_model_loads(checkpoint, caplog):
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"]["new_feature"] = True
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    assert is_comera_model(AutoModelForMaskedLM.from_pretrained(checkpoint))
+    assert "['new_feature'] of the checkpoint are unknown" in caplog.text
+
+
+def test_device_map_and_disk_offload(checkpoint, tmp_path_factory):
+    architecture = ARCHITECTURES["bert-mlm"]
+    inputs = architecture.inputs()
+    expected = AutoModelForMaskedLM.from_pretrained(checkpoint)(**inputs).logits
+    mapped = AutoModelForMaskedLM.from_pretrained(checkpoint, device_map={"": "cpu"})
+    assert torch.equal(mapped(**inputs).logits, expected)
+    device_map = {"bert.embeddings": "disk", "bert.encoder": "disk", "cls": "cpu"}
+    offloaded = AutoModelForMaskedLM.from_pretrained(
+        checkpoint, device_map=device_map, offload_folder=tmp_path_factory.mktemp("offload")
+    )
+    assert torch.equal(offloaded(**inputs).logits, expected)

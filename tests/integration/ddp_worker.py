@@ -1,0 +1,57 @@
+"""One process of a data-parallel run: trains on its half of each batch and prints the losses as JSON.
+
+Started by ``torchrun`` (or alone, as the reference with whole batches) from tests/integration/test_data_parallel.py.
+"""
+
+import json
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_comera import ComeraConfig, comera_param_groups, get_comera_model
+from tests.architectures import ARCHITECTURES
+
+STEPS, BATCH = 4, 4
+
+
+def batches():
+    """The same whole batches in every process."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(2, 241, (BATCH, 9), generator=generator) for _ in range(STEPS)]
+
+
+def main():
+    """Train and print."""
+    torch.set_num_threads(1)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    architecture = ARCHITECTURES["gpt2"]
+    torch.manual_seed(0)
+    model = get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config()).eval()
+    wrapped = model
+    if world > 1:
+        dist.init_process_group("gloo")
+        wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(comera_param_groups(model, lr=0.1, weight_decay=0.0))
+    losses = []
+    for ids in batches():
+        part = ids.chunk(world)[rank]
+        loss = wrapped(input_ids=part, labels=part).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        if world > 1:
+            dist.all_reduce(mean)
+        losses.append(mean.item() / world)
+    if rank == 0:
+        print(
+            "RESULT", json.dumps({"losses": losses, "sum": sum(p.double().sum().item() for p in model.parameters())})
+        )
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

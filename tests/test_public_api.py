@@ -1,0 +1,41 @@
+"""The public names of the library: changing this set is a visible choice."""
+
+import importlib
+
+import pytest
+
+PUBLIC = {
+    "hf_comera": {
+        "ComeraConfig",
+        "CompressionPlan",
+        "SizeReport",
+        "comera_param_groups",
+        "get_comera_model",
+        "is_comera_model",
+        "merge_and_unload",
+        "plan",
+        "print_trainable_parameters",
+        "push_to_hub",
+        "size_report",
+        "write_model_card",
+    },
+    "hf_comera.modules": {"TTLinear", "TTMEmbedding", "TensorTrainModule", "TiedEmbedding", "TiedHead"},
+    "hf_comera.ops": {"tt_linear", "ttm_lookup", "ttm_project"},
+    "hf_comera.optim": {"comera_param_groups"},
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names(name):
+    module = importlib.import_module(name)
+    assert set(module.__all__) == PUBLIC[name]
+    for public in PUBLIC[name]:
+        thing = getattr(module, public)
+        assert thing.__doc__, f"{name}.{public} has no docstring"
+
+
+def test_importing_twice_is_harmless():
+    import hf_comera
+
+    importlib.reload(hf_comera)
+    importlib.reload(importlib.import_module("hf_comera.hub.quantizer"))
