@@ -15,11 +15,9 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
 from hf_comera.compress.size import SizeReport, size_report
-from hf_comera.hub.model import is_comera_model
+from hf_comera.hub.model import TAGS, is_comera_model
 
 __all__ = ["require_compressed", "write_model_card"]
-
-TAGS = ["comera", "tensor-train"]
 
 # Last part of a model's class name -> the Auto class that loads it and its task on the Hub, where that is certain.
 TASKS = {

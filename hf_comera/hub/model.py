@@ -6,6 +6,7 @@ Transformers still works on it and ``super()`` is the original.
 
 import dataclasses
 import functools
+import logging
 import os
 from typing import Any
 
@@ -22,6 +23,14 @@ from hf_comera.hub.saving import atomic_save
 from hf_comera.modules import TensorTrainModule, TTMEmbedding
 
 __all__ = ["ComeraModel", "attach", "is_comera_model", "merge_and_unload"]
+
+TAGS = ["comera", "tensor-train"]
+"""How the Hub can find compressed models."""
+
+logger = logging.getLogger(__name__)
+
+# A decomposition that loses more than this of a layer computes something else until it is trained.
+ERROR_WORTH_A_WARNING = 0.3
 
 
 class ComeraModel:
@@ -102,9 +111,11 @@ def attach(model: PreTrainedModel, config: ComeraConfig, errors: dict[str, float
     model.config.quantization_config = dataclasses.replace(config, layers=dict(config.layers or {}))
     for name, error in (errors or {}).items():
         model.config.quantization_config.layers[name] = {"error": error}
+    _warn_of_errors(errors or {})
     # read by FlashAttention's dtype rule only, which otherwise looks for an nn.Linear; not written to config.json
     model.config._is_quantized = True
     model.__class__ = _comera_class(type(model))
+    model.add_model_tags(TAGS)  # for the card of a plain model.push_to_hub
     _record_layers(model)
     return model
 
@@ -119,6 +130,7 @@ def merge_and_unload(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(f"{type(model).__name__} is not a compressed model: there is nothing to merge.")
     merge_model(model)
     model.__class__ = model._dense_class
+    model.model_tags = [tag for tag in model.model_tags if tag not in TAGS] or None
     del model.config.quantization_config
     model.config.__dict__.pop("_is_quantized", None)
     return model
@@ -127,6 +139,21 @@ def merge_and_unload(model: PreTrainedModel) -> PreTrainedModel:
 def guard_key(config: ComeraConfig) -> str:
     """Name of the dense weight under which a checkpoint stores an empty tensor."""
     return f"{min(config.layers or {})}.weight"  # the smallest name: config.json does not keep the order
+
+
+def _warn_of_errors(errors: dict[str, float]) -> None:
+    large = {name: error for name, error in errors.items() if error > ERROR_WORTH_A_WARNING}
+    if large:
+        worst = max(large, key=large.__getitem__)
+        logger.warning(
+            "The decomposition lost more than %.0f %% of the norm of %d of %d layers (most in %s: %.0f %%). Train the "
+            "model before using it, or raise the rank; print(model.comera_plan()) lists the error of every layer.",
+            100 * ERROR_WORTH_A_WARNING,
+            len(large),
+            len(errors),
+            worst,
+            100 * large[worst],
+        )
 
 
 def _record_layers(model: PreTrainedModel) -> None:

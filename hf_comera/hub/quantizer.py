@@ -31,6 +31,8 @@ from hf_comera.modules import TensorTrainModule, TiedHead
 
 __all__ = ["ComeraQuantizer", "register"]
 
+ALIGNMENT_BYTES = 64
+
 
 class ComeraQuantizer(HfQuantizer):
     """Puts tensor-train layers into a model while Transformers loads it."""
@@ -45,6 +47,7 @@ class ComeraQuantizer(HfQuantizer):
         self.errors: dict[str, float] = {}
         self.missing: list[str] = []
         self.load_dtype: torch.dtype | None = None
+        self.shapes: dict[str, torch.Size] = {}
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The only place where the dtype of the load is told."""
@@ -62,6 +65,7 @@ class ComeraQuantizer(HfQuantizer):
         if self.pre_quantized:
             replace_layers(model, self.plan, device="meta")
             _ignore_guard(model, self.quantization_config)
+            self.shapes = {name: p.shape for name, p in model.named_parameters() if ".core_" not in name}
         else:
             untie(model, self.plan.ties)
         return model
@@ -87,8 +91,10 @@ class ComeraQuantizer(HfQuantizer):
                 "or foreign: save it again with model.save_pretrained, or load it with the class that saved it."
             )
         _check_bonds(model)
+        _check_shapes(model, self.shapes)
         if self.load_dtype is not None and not hasattr(HfQuantizer, "get_new_dtype"):
             _cast(model, self.load_dtype)
+        _align(model)
         return attach(model, self.quantization_config, self.errors)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -216,6 +222,26 @@ def _check_bonds(model: nn.Module) -> None:
                 f"The cores of {name!r} have shapes {[tuple(core.shape) for core in cores]}, which do not fit "
                 f"together or not the factors {module.expected_factors()} of config.json. The checkpoint is damaged."
             )
+
+
+def _check_shapes(model: nn.Module, expected: dict[str, torch.Size]) -> None:
+    """Transformers 5.17 takes any shape of any parameter while a quantizer is there; later ones raise themselves."""
+    for name, parameter in model.named_parameters():
+        if name in expected and parameter.shape != expected[name]:
+            raise ValueError(
+                f"{name} has shape {tuple(parameter.shape)} in the checkpoint, but the model needs "
+                f"{tuple(expected[name])}. The checkpoint is damaged or belongs to another config.json."
+            )
+
+
+def _align(model: nn.Module) -> None:
+    """Own, aligned memory for parameters that are views of the mapped file.
+
+    Products round differently at other alignments, so a reloaded model would differ from the saved one in last bits.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT_BYTES:
+            parameter.data = parameter.data.clone()
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -123,7 +123,7 @@ def _gradients(
     if grad_code is not None:
         dcode_TR = dcode_TR + grad_code.reshape(code_TR.shape)
     dx = (dcode_TR @ left_IR.T).reshape(x.shape) if ctx.needs_input_grad[0] else None
-    dbias = None if ctx.bias_dtype is None else dy_TO.sum(0, dtype=halves.left.dtype).to(ctx.bias_dtype)
+    dbias = None if ctx.bias_dtype is None else dy_TO.sum(0).to(ctx.bias_dtype)
     dcores: list[Any] = [None] * len(cores)
     if any(core.requires_grad for core in cores):
         # (dcode.T @ x).T streams x once in its own layout; x.T @ dcode is a third slower at these ranks

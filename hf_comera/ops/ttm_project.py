@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_comera.ops.precision import autocast_input, chain_dtype, without_autocast
+from hf_comera.ops.precision import autocast_input, without_autocast
 from hf_comera.ops.ttm_tables import HalfTables, half_tables, half_tables_backward
 
 __all__ = ["ttm_project"]
@@ -83,7 +83,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, *cores = ctx.saved_tensors
     dbias = None
     if ctx.bias_dtype is not None:
-        dbias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=chain_dtype(cores[0])).to(ctx.bias_dtype)
+        dbias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
     with without_autocast(x):
         dx, dcores = _ttm_project_backward(grad, x, cores)
     return dx, dcores, dbias, None

@@ -31,6 +31,7 @@ def test_merged_model_is_an_ordinary_one(architecture, tmp_path):
     assert not is_comera_model(model)
     assert type(model) is type(architecture.new_model())
     assert not hasattr(model.config, "quantization_config")
+    assert not model.model_tags
     error = (model(**inputs).logits - expected).norm() / expected.norm()
     assert error < 1e-5
     model.save_pretrained(tmp_path)
@@ -95,6 +96,13 @@ def test_plan_and_sizes_of_a_compressed_model(capsys):
     assert model.comera_plan().parameters == sum(p.numel() for p in model.parameters())
     model.print_trainable_parameters()
     assert "ratio" in capsys.readouterr().out
+
+
+def test_a_lossy_decomposition_is_told(caplog):
+    get_comera_model(ARCHITECTURES["bert-mlm"].new_model(), ComeraConfig(rank=10_000))
+    assert not caplog.text
+    get_comera_model(ARCHITECTURES["bert-mlm"].new_model(), ComeraConfig(rank=2))
+    assert "lost more than 30 % of the norm of 13 of 13 layers" in caplog.text
 
 
 def test_resizing_a_compressed_embedding_raises_with_the_way_out():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig
 
 from hf_comera import ComeraConfig, get_comera_model, is_comera_model
 from hf_comera.modules import TensorTrainModule, TTLinear
@@ -33,6 +33,18 @@ def test_reload_gives_equal_logits_and_no_stray_keys(architecture, shard, tmp_pa
     assert not hasattr(loaded, "hf_quantizer")
     assert not loaded.is_quantized
     assert not loaded.training
+
+
+def test_reload_is_equal_to_the_bit_at_real_widths(tmp_path):
+    """Views of the mapped file have other alignments, at which matrix products of this size round differently."""
+    config = BertConfig(
+        num_hidden_layers=2, hidden_size=384, num_attention_heads=6, intermediate_size=1536, num_labels=3
+    )
+    model = get_comera_model(AutoModelForSequenceClassification, ComeraConfig(rank=30), config=config).eval()
+    ids = torch.randint(0, 30522, (2, 11))
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForSequenceClassification.from_pretrained(tmp_path)(ids).logits, expected)
 
 
 @every_architecture
@@ -201,6 +213,13 @@ QUERY = "bert.encoder.layer.0.attention.self.query"
 def test_damaged_checkpoints_raise(checkpoint, damage, message):
     damage(checkpoint)
     with pytest.raises(ValueError, match=message):
+        AutoModelForMaskedLM.from_pretrained(checkpoint)
+
+
+def test_wrong_shapes_of_dense_parameters_raise(checkpoint):
+    change_tensors(lambda t: t.update({"bert.embeddings.LayerNorm.weight": torch.ones(49)}))(checkpoint)
+    # Transformers names it since 5.2x, we do before that
+    with pytest.raises((ValueError, RuntimeError), match=r"49|mismatch"):
         AutoModelForMaskedLM.from_pretrained(checkpoint)
 
 

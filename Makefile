@@ -1,0 +1,58 @@
+# What a developer types: `make help` lists it. Every target works in .venv, which the first one makes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+PYTEST := $(BIN)/python -m pytest
+WORKERS ?= 2
+
+# All four said, so that `accelerate launch` neither asks nor prints a warning about defaults.
+LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+DEMO_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo check format test test-slow test-gpu bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo "Another interpreter: make test PYTHON=python3.12"
+
+install: $(STAMP)  ## make .venv and install the project in it with the tested versions
+
+demo: $(STAMP)  ## pre-train a small tensor-train language model on Python code, a few minutes on 2 cores
+	$(LAUNCH) scripts/pretrain_codebert.py $(DEMO_ARGS)
+
+check: $(STAMP)  ## style, types and import direction
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(PYTEST) -q --noconftest tests/test_import_direction.py
+
+format: $(STAMP)  ## rewrite the sources in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: check  ## `make check`, then the tests: CPU only, no network
+	$(PYTEST) -n $(WORKERS) --dist loadfile
+
+test-slow: check  ## the same with the slow tests
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not network"
+
+test-gpu: $(STAMP)  ## the tests that need a CUDA device, alone
+	$(PYTEST) -m gpu
+
+bench: $(STAMP)  ## run every benchmark script, one after the other
+	@set -e; for script in scripts/bench_*.py; do echo "$$script"; $(BIN)/python $$script; done
+
+clean:  ## remove .venv and what builds and tools leave behind
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+$(STAMP): pyproject.toml setup.cfg constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found. Install Python 3.10 or newer, or name one that \
+	is there: make $(or $(MAKECMDGOALS),install) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "hf_comera needs Python 3.10 or newer, but \
+	$(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1). Name a newer one: make $(or $(MAKECMDGOALS),install) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plots,test]'
+	@touch $@
