@@ -61,8 +61,11 @@ def _ttm_lookup(
     unique_U, place = torch.unique(ids.reshape(-1), return_inverse=True)
     rows_UE = tables.left.new_empty(unique_U.numel(), embedding_dim)
     for start, left, right in _gathered(tables, unique_U):
-        rows = torch.bmm(left, right).flatten(1)
-        rows_UE[start : start + rows.shape[0]] = rows[:, :embedding_dim]
+        part = rows_UE[start : start + left.shape[0]]
+        if left.shape[1] * right.shape[2] == embedding_dim:
+            torch.bmm(left, right, out=part.view(-1, left.shape[1], right.shape[2]))
+        else:
+            part.copy_(torch.bmm(left, right).flatten(1)[:, :embedding_dim])
     return rows_UE.to(cores[0].dtype)[place].view(*ids.shape, embedding_dim)
 
 
@@ -107,9 +110,11 @@ def _table_gradients(tables: HalfTables, unique_U: Tensor, drows_UE: Tensor) -> 
     """Gradients of both half tables, summed over the distinct ids."""
     dleft, dright = torch.zeros_like(tables.left), torch.zeros_like(tables.right)
     hidden, columns = dleft.shape[1], dright.shape[2]
+    if missing := hidden * columns - drows_UE.shape[1]:
+        drows_UE = pad(drows_UE, (0, missing))
     for start, left, right in _gathered(tables, unique_U):
         stop = start + left.shape[0]
-        drows = pad(drows_UE[start:stop], (0, hidden * columns - drows_UE.shape[1])).view(-1, hidden, columns)
+        drows = drows_UE[start:stop].view(-1, hidden, columns)
         row, column = _coordinates(tables, unique_U[start:stop])
         dleft.index_add_(0, row, torch.bmm(drows, right.transpose(1, 2)))
         dright.index_add_(0, column, torch.bmm(left.transpose(1, 2), drows))

@@ -216,6 +216,12 @@ def test_damaged_checkpoints_raise(checkpoint, damage, message):
         AutoModelForMaskedLM.from_pretrained(checkpoint)
 
 
+def test_a_config_given_for_a_compressed_checkpoint_has_no_effect_and_says_so(checkpoint):
+    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
+        model = AutoModelForMaskedLM.from_pretrained(checkpoint, quantization_config=ComeraConfig(rank=9))
+    assert model.config.quantization_config.rank == 4
+
+
 def test_wrong_shapes_of_dense_parameters_raise(checkpoint):
     change_tensors(lambda t: t.update({"bert.embeddings.LayerNorm.weight": torch.ones(49)}))(checkpoint)
     # Transformers names it since 5.2x, we do before that

@@ -12,7 +12,9 @@ from transformers.pytorch_utils import Conv1D
 from hf_comera.modules import TTLinear
 
 
-@pytest.mark.parametrize(("in_features", "out_features"), [(48, 96), (7, 30), (1, 5), (768, 13)])
+@pytest.mark.parametrize(
+    ("in_features", "out_features"), [(48, 96), (7, 30), (1, 5), (768, 13), (6, 50257), (30522, 2)]
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_equals_nn_linear_with_its_dense_weight(in_features, out_features, bias):
     layer = TTLinear(in_features, out_features, ranks=4, bias=bias, dtype=torch.float64)

@@ -8,7 +8,7 @@ from hf_comera.modules import TTMEmbedding
 
 
 @pytest.mark.parametrize(
-    ("num_embeddings", "embedding_dim", "order"), [(241, 48, 4), (57, 11, 3), (30522, 12, 2), (5, 7, 1)]
+    ("num_embeddings", "embedding_dim", "order"), [(241, 48, 4), (57, 11, 3), (30522, 12, 2), (50257, 8, 4), (5, 7, 1)]
 )
 def test_equals_nn_embedding_with_its_dense_table(num_embeddings, embedding_dim, order):
     factors = (1,) * (order - 1) + (embedding_dim,)

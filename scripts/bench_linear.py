@@ -1,0 +1,128 @@
+"""Time a tensor-train linear layer against nn.Linear, forward and backward, and count what both save for backward.
+
+    python scripts/bench_linear.py
+    python scripts/bench_linear.py --dtype bf16
+
+`--help` says what is compared and how to read the figures.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hf_comera.modules import TTLinear
+from interleaved_timing import (
+    DENSE,
+    TENSOR_TRAIN,
+    Comparison,
+    benchmark_parser,
+    check_agreement,
+    positive_integer,
+    report,
+    saved_for_backward,
+    time_interleaved,
+)
+
+DESCRIPTION = """\
+Forward and backward (gradients of the input and of all parameters) of a
+TTLinear layer and of nn.Linear with the same weight, in turns. Shapes, factors
+and ranks are those of the six-encoder BERT of the CoMERA paper.
+
+Before anything is timed, both layers must give equal outputs and input gradients.
+Saved bytes leave out the input.
+"""
+PROMISED_ROWS = 4096
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One linear layer, and the speed-up promised for it with ``PROMISED_ROWS`` rows in float32."""
+
+    in_factors: tuple[int, ...]
+    out_factors: tuple[int, ...]
+    ranks: tuple[int, ...]
+    in_features: int
+    out_features: int
+    promised: float
+
+
+SHAPES = (
+    Shape((12, 8, 8), (8, 8, 12), (12, 30, 30, 30, 12), 768, 768, 5.0),
+    Shape((12, 8, 8), (12, 16, 16), (12, 30, 30, 30, 16), 768, 3072, 8.0),
+    Shape((16, 16, 12), (8, 8, 12), (16, 30, 30, 30, 12), 3072, 768, 8.0),
+)
+
+
+def main() -> None:
+    """Measure all shapes, print the table, write the rows."""
+    parser = benchmark_parser(DESCRIPTION, rounds=31)
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="fp32", help="of parameters and input; default fp32, which promises are for"
+    )
+    parser.add_argument(
+        "--rows", type=positive_integer, default=PROMISED_ROWS, help="rows of the input (batch x tokens); default 4096"
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    comparisons = [compare(shape, args.dtype, args.rows, args.rounds) for shape in SHAPES]
+    title = f"Linear layer, forward + backward, {args.rows} rows, {args.dtype}"
+    report(title, comparisons, save_as=None if args.no_save else "bench_linear")
+
+
+def compare(shape: Shape, dtype: str, rows: int, rounds: int) -> Comparison:
+    """Time one shape."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, shape.in_features, dtype=DTYPES[dtype], requires_grad=True)
+    dy = torch.randn(rows, shape.out_features, dtype=DTYPES[dtype])
+    layers = build_twins(shape, DTYPES[dtype])
+    name = f"{shape.in_features}x{shape.out_features}"
+    check_twins(layers, x, dy, name, TOLERANCE[dtype])
+    candidates = {form: partial(forward_backward, layer, x, dy) for form, layer in layers.items()}
+    saved_bytes = {
+        form: saved_for_backward(partial(layer, x), [x, *layer.parameters()]) for form, layer in layers.items()
+    }
+    return Comparison(
+        case={"shape": name, "dtype": dtype, "rows": rows},
+        timings=time_interleaved(candidates, rounds, label=name),
+        saved_bytes=saved_bytes,
+        promised=shape.promised if (dtype, rows) == ("fp32", PROMISED_ROWS) else None,
+    )
+
+
+def check_twins(layers: dict[str, nn.Module], x: Tensor, dy: Tensor, name: str, tolerance: float) -> None:
+    """Refuse to time layers whose outputs or input gradients differ."""
+    outputs = {form: layer(x) for form, layer in layers.items()}
+    gradients = {form: torch.autograd.grad(y, x, dy)[0] for form, y in outputs.items()}
+    for what, found in (("output", outputs), ("input gradient", gradients)):
+        check_agreement(f"{name}, {what}", found[TENSOR_TRAIN], found[DENSE], tolerance)
+
+
+def forward_backward(layer: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+    """Output and all gradients of one layer."""
+    return torch.autograd.grad(layer(x), [x, *layer.parameters()], dy)
+
+
+def build_twins(shape: Shape, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """A tensor-train layer with random cores, and the dense layer with the same weight and bias."""
+    tensor_train = TTLinear(
+        shape.in_features,
+        shape.out_features,
+        in_factors=shape.in_factors,
+        out_factors=shape.out_factors,
+        ranks=shape.ranks,
+        dtype=dtype,
+    )
+    dense = nn.Linear(shape.in_features, shape.out_features, dtype=dtype)
+    with torch.no_grad():
+        tensor_train.bias.normal_(std=0.02)
+        dense.weight.copy_(tensor_train.dense())
+        dense.bias.copy_(tensor_train.bias)
+    return {DENSE: dense, TENSOR_TRAIN: tensor_train}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Masked language modelling: which sequences form a batch, which tokens are hidden, and the loss on those.
+
+Everything random is a pure function of the seed and a position: the order of an epoch of (seed, epoch), the masks of a
+batch of (seed, batch, process). A resumed run therefore sees exactly what an uninterrupted one would have seen.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100
+# Streams of random numbers that must not meet.
+_TRAINING, _HELD_OUT, _ORDER = range(3)
+# Where the part of a model that predicts tokens begins, per architecture; all of it works token by token.
+_HEAD_NAMES = ("lm_head", "cls", "vocab_transform", "generator_predictions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masking:
+    """How tokens are hidden: of the chosen ones 80% become the mask, 10% a random token, 10% stay."""
+
+    probability: float
+    mask_id: int
+    pad_id: int
+    special_ids: tuple[int, ...]
+    vocab_size: int
+    seed: int
+
+    @classmethod
+    def for_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, probability: float, seed: int) -> "Masking":
+        """The masking with the ids of ``tokenizer``."""
+        return cls(
+            probability=probability,
+            mask_id=tokenizer.mask_token_id,
+            pad_id=tokenizer.pad_token_id,
+            special_ids=tuple(sorted(set(tokenizer.all_special_ids))),
+            vocab_size=len(tokenizer),
+            seed=seed,
+        )
+
+    @functools.cached_property
+    def ordinary_ids(self) -> np.ndarray:
+        """The vocabulary without the special tokens."""
+        return np.setdiff1d(np.arange(self.vocab_size), self.special_ids)
+
+    def batch(self, sequences: list[list[int]], *position: int) -> dict[str, Tensor]:
+        """Pad ``sequences`` to the longest and hide some of their tokens.
+
+        Args:
+            sequences: Token ids with the special tokens in place.
+            position: Numbers that say which batch this is; the same numbers give the same masks.
+
+        Returns:
+            ``input_ids``, ``attention_mask`` and ``labels``, the latter -100 where nothing is to be guessed.
+        """
+        width = max(map(len, sequences))
+        width += -width % 8
+        ids = np.full((len(sequences), width), self.pad_id, dtype=np.int64)
+        attention = np.zeros_like(ids)
+        for row, sequence in enumerate(sequences):
+            ids[row, : len(sequence)] = sequence
+            attention[row, : len(sequence)] = 1
+        hidden, labels = self._hide(ids, np.random.default_rng([self.seed, *position]))
+        arrays = {"input_ids": hidden, "attention_mask": attention, "labels": labels}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def _hide(self, ids: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        ordinary = ~np.isin(ids, self.special_ids)
+        chosen = ordinary & (random.random(ids.shape) < self.probability)
+        if not chosen.any() and ordinary.any():  # a loss over nothing would be NaN
+            chosen.flat[random.choice(np.flatnonzero(ordinary))] = True
+        fate = random.random(ids.shape)
+        replacements = random.choice(self.ordinary_ids, size=ids.shape)
+        hidden = np.where(chosen & (fate < 0.8), self.mask_id, ids)
+        hidden = np.where(chosen & (fate >= 0.8) & (fate < 0.9), replacements, hidden)
+        return hidden, np.where(chosen, ids, IGNORED)
+
+
+class TrainingBatches(torch.utils.data.Dataset):
+    """The batches of one process, by number, for as many epochs as are asked for.
+
+    Args:
+        rows: Sequences of token ids.
+        lengths: Their lengths; sequences of like length share a batch, so that little is padded.
+        masking: How tokens are hidden.
+        batch_size: Sequences a batch.
+        process: Index of this process and number of all; together they share out each round of batches.
+
+    Raises:
+        ValueError: If there are not enough sequences for one batch in each process.
+    """
+
+    def __init__(
+        self,
+        rows: Dataset,
+        lengths: np.ndarray,
+        masking: Masking,
+        *,
+        batch_size: int,
+        process: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.rows, self.lengths, self.masking = rows, lengths, masking
+        self.batch_size, (self.process_index, self.num_processes) = batch_size, process
+        self.round_size = batch_size * self.num_processes
+        self.batches_per_epoch = len(lengths) // self.round_size
+        if not self.batches_per_epoch:
+            raise ValueError(
+                f"There are {len(lengths)} training sequences, but one batch takes {batch_size} in each of "
+                f"{self.num_processes} processes. Use --per_device_train_batch_size "
+                f"{max(1, len(lengths) // self.num_processes)} or less, or more data."
+            )
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        epoch, place = divmod(number, self.batches_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, epoch_order(self.lengths, self.round_size, self.masking.seed, epoch)
+        chosen = self._order[place, self.process_index :: self.num_processes]
+        sequences = self.rows[chosen.tolist()]["input_ids"]
+        return self.masking.batch(sequences, _TRAINING, number, self.process_index)
+
+
+def epoch_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
+    """Row numbers of an epoch, one batch a row: shuffled, like lengths together, the odd rest left out."""
+    random = np.random.default_rng([seed, _ORDER, epoch])
+    order = random.permutation(len(lengths))
+    order = order[: len(order) - len(order) % batch_size]
+    pool = 32 * batch_size
+    pools = [order[i : i + pool] for i in range(0, len(order), pool)]
+    order = np.concatenate([rows[np.argsort(lengths[rows], kind="stable")] for rows in pools])
+    return random.permutation(order.reshape(-1, batch_size))
+
+
+def held_out_batches(rows: Dataset, lengths: np.ndarray, masking: Masking, batch_size: int) -> list[dict[str, Tensor]]:
+    """All rows in batches of like length, masked once and for all."""
+    order = np.argsort(lengths, kind="stable")
+    chosen = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    return [masking.batch(rows[ids.tolist()]["input_ids"], _HELD_OUT, number) for number, ids in enumerate(chosen)]
+
+
+def masked_loss(model: nn.Module, batch: dict[str, Tensor], *, reduction: str = "mean") -> Tensor:
+    """Cross-entropy on the hidden tokens.
+
+    The same number as ``model(**batch).loss``, but the head runs on the hidden tokens only: it would otherwise
+    make numbers of the size of the vocabulary for every token and throw most of them away.
+
+    Args:
+        model: A masked language model, wrapped for distributed training or not.
+        batch: ``input_ids``, ``attention_mask`` and ``labels``.
+        reduction: As in ``torch.nn.functional.cross_entropy``.
+    """
+    hidden_at = batch["labels"] != IGNORED
+    with _head_sees_only(model, hidden_at) as head:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    if head is None:
+        logits = logits[hidden_at]
+    return nn.functional.cross_entropy(logits.float(), batch["labels"][hidden_at], reduction=reduction)
+
+
+@contextlib.contextmanager
+def _head_sees_only(model: nn.Module, positions: Tensor) -> Iterator[nn.Module | None]:
+    """Within the block the model's head gets the tokens at ``positions`` alone; None for a head we do not know."""
+    inner = getattr(model, "module", model)
+    head = next((getattr(inner, name) for name in _HEAD_NAMES if hasattr(inner, name)), None)
+    if head is None:
+        yield None
+        return
+    hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][positions], *inputs[1:]))
+    try:
+        yield head
+    finally:
+        hook.remove()

@@ -1,0 +1,123 @@
+"""From settings to a run that is ready to train: folder, data, tokenizer, model, optimizer and schedule."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from datasets import DatasetDict
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_scheduler
+
+from code_corpus import load_corpus
+from code_sequences import encode_corpus, sequence_lengths
+from code_tokenizer import load_tokenizer, train_tokenizer
+from held_out import HeldOut, count_tokens
+from hf_comera import comera_param_groups
+from masked_language import Masking, TrainingBatches, held_out_batches
+from model_setup import DEMO_VOCABULARY, build_model, fit_to_tokenizer
+from pretrain_settings import DEMO_STEPS, Settings, TrainingSettings
+from run_checkpoint import find_checkpoint, fingerprint, prepare_folder, run_identity
+from train_loop import Run
+
+BETAS = (0.9, 0.98)  # RoBERTa's: the gradients of a masked loss change their size too fast for 0.999
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The data of a run: as text, as tokens, and what follows from them."""
+
+    text: DatasetDict
+    tokenizer: PreTrainedTokenizerBase
+    max_seq_length: int
+    batches: TrainingBatches
+    held_out: HeldOut
+    unigram_loss: float
+    fingerprint: str
+
+
+def open_folder(accelerator: Accelerator, settings: Settings) -> Path | None:
+    """Find the checkpoint to resume from, or else make the output folder of a new run."""
+    training = settings.training
+    folder = Path(training.output_dir)
+    if training.resume_from_checkpoint:
+        return find_checkpoint(training.resume_from_checkpoint, folder)
+    if accelerator.is_main_process:
+        prepare_folder(folder, overwrite=training.overwrite_output_dir)
+    accelerator.wait_for_everyone()
+    return None
+
+
+def prepare_data(accelerator: Accelerator, settings: Settings, max_seq_length: int) -> Data:
+    """Gather text, train or load the tokenizer, and turn the text into batches."""
+    with accelerator.main_process_first():  # the others find what it downloaded and converted in the cache
+        text = load_corpus(settings.data)
+    tokenizer = prepare_tokenizer(accelerator, settings, text)
+    with accelerator.main_process_first():
+        encoded = encode_corpus(
+            text, tokenizer, max_seq_length, line_by_line=settings.data.line_by_line,
+            num_workers=settings.data.preprocessing_num_workers,
+        )  # fmt: skip
+    masking = Masking.for_tokenizer(tokenizer, settings.data.mlm_probability, settings.training.seed)
+    lengths = {name: sequence_lengths(rows) for name, rows in encoded.items()}
+    process = accelerator.process_index, accelerator.num_processes
+    batches = TrainingBatches(
+        encoded["train"], lengths["train"], masking,
+        batch_size=settings.training.per_device_train_batch_size, process=process,
+    )  # fmt: skip
+    held_out = HeldOut(
+        held_out_batches(
+            encoded["validation"], lengths["validation"], masking, settings.training.per_device_eval_batch_size
+        )
+    )
+    token_counts = count_tokens(encoded["train"], len(tokenizer), masking.special_ids)
+    first_batch = batches[0]["input_ids"].numpy() if accelerator.num_processes == 1 else lengths["train"][:1]
+    return Data(
+        text=text, tokenizer=tokenizer, max_seq_length=max_seq_length, batches=batches, held_out=held_out,
+        unigram_loss=held_out.unigram_loss(token_counts),
+        fingerprint=fingerprint([token_counts, lengths["train"], lengths["validation"], first_batch]),
+    )  # fmt: skip
+
+
+def prepare_tokenizer(accelerator: Accelerator, settings: Settings, text: DatasetDict) -> PreTrainedTokenizerBase:
+    """Load the tokenizer by name, or train one: once, in the main process, for all processes and later resumptions."""
+    model = settings.model
+    name = model.tokenizer_name or (None if model.vocab_size else model.model_name_or_path or model.config_name)
+    if name is not None:
+        return load_tokenizer(name)
+    folder = Path(settings.training.output_dir) / "tokenizer"
+    if accelerator.is_main_process and not (settings.training.resume_from_checkpoint and folder.is_dir()):
+        train_tokenizer(text["train"], model.vocab_size or DEMO_VOCABULARY).save_pretrained(folder)
+    accelerator.wait_for_everyone()
+    return load_tokenizer(folder)
+
+
+def prepare_run(accelerator: Accelerator, settings: Settings, config: PreTrainedConfig, data: Data) -> Run:
+    """Build model, optimizer and schedule, and hand them to Accelerate."""
+    training = settings.training
+    fit_to_tokenizer(config, data.tokenizer, pretrained=settings.model.model_name_or_path is not None)
+    set_seed(training.seed)
+    model = build_model(settings.model, config)
+    set_seed(training.seed, device_specific=True)  # from here on only dropout draws: differently in each process
+    groups = comera_param_groups(model, training.learning_rate, weight_decay=training.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, betas=BETAS, fused=True)
+    total_steps = count_steps(training, data.batches.batches_per_epoch)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    # The schedule is not prepared: Accelerate would advance it once per process and step.
+    scheduler = get_scheduler(training.lr_scheduler_type, optimizer, training.num_warmup_steps, total_steps)
+    accelerator.register_for_checkpointing(scheduler)
+    facts = {"total_steps": total_steps, "data": data.fingerprint, "processes": accelerator.num_processes}
+    return Run(
+        accelerator=accelerator, model=model, optimizer=optimizer, scheduler=scheduler, batches=data.batches,
+        held_out=data.held_out, settings=training, total_steps=total_steps,
+        identity=run_identity(settings.as_dict(), facts),
+    )  # fmt: skip
+
+
+def count_steps(training: TrainingSettings, batches_per_epoch: int) -> int:
+    """Steps of the whole run: as many as asked for, or as the epochs asked for have, or the demo's."""
+    if training.max_train_steps is not None:
+        return training.max_train_steps
+    if training.num_train_epochs is not None:
+        return max(1, round(training.num_train_epochs * batches_per_epoch / training.gradient_accumulation_steps))
+    return DEMO_STEPS

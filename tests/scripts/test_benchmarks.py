@@ -1,0 +1,27 @@
+"""scripts/bench_*.py: every benchmark still runs, checks its results before timing, and prints its ratio."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "expected"),
+    [
+        ("bench_linear.py", ["--rows", "64", "--keep-freed-memory"], "ratio"),
+        ("bench_lookup.py", [], "ratio"),
+        ("bench_decomposition.py", [], "relative error"),
+        pytest.param("bench_step.py", [], "ratio", marks=pytest.mark.slow),
+    ],
+)
+def test_runs(script, options, expected):
+    program = [sys.executable, str(SCRIPTS / script), "--rounds", "1", "--threads", "1", "--no-save", *options]
+    root = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
+    result = subprocess.run(program, capture_output=True, text=True, timeout=280, env=root)
+    assert result.returncode == 0, result.stderr
+    assert expected in result.stdout

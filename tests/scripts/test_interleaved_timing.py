@@ -1,0 +1,196 @@
+"""scripts/interleaved_timing.py: fair turns, exact counts of saved bytes, and csv rows that are replaced, not lost."""
+
+import csv
+import gc
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from hf_comera.modules import TTLinear
+from scripts import interleaved_timing
+from scripts.interleaved_timing import (
+    DENSE,
+    TENSOR_TRAIN,
+    Comparison,
+    Timings,
+    benchmark_parser,
+    check_agreement,
+    machine,
+    replace_rows,
+    report,
+    rotated,
+    saved_for_backward,
+    time_interleaved,
+)
+
+FLOAT = 4
+ROWS = 5
+
+
+def read(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def comparison(dense_seconds=(0.4, 0.2), tensor_train_seconds=(0.1, 0.1), **changes):
+    values = {
+        "case": {"shape": "8x8", "dtype": "fp32"},
+        "timings": Timings({DENSE: list(dense_seconds), TENSOR_TRAIN: list(tensor_train_seconds)}),
+        "saved_bytes": {DENSE: 160, TENSOR_TRAIN: 32},
+        "promised": 2.0,
+    }
+    return Comparison(**{**values, **changes})
+
+
+@pytest.fixture
+def only_allocator_setting(monkeypatch):
+    """Sets the one variable that matters for speed, whatever the shell of the developer has."""
+    for name in [name for name in os.environ if name.startswith(interleaved_timing.SPEED_VARIABLES)]:
+        monkeypatch.delenv(name)
+    return lambda value: monkeypatch.setenv("MALLOC_ARENA_MAX", value)
+
+
+@pytest.mark.parametrize(
+    ("turn", "order"), [(0, "abc"), (1, "bca"), (2, "cab"), (3, "abc"), (-1, "cab")], ids=lambda value: str(value)
+)
+def test_order_rotates(turn, order):
+    assert rotated(["a", "b", "c"], turn) == list(order)
+
+
+def test_every_candidate_runs_once_a_round_in_rotated_order_after_the_warmup():
+    runs = []
+    candidates = {name: lambda name=name: runs.append(name) for name in "abc"}
+    timings = time_interleaved(candidates, rounds=4, warmup=2)
+    assert "".join(runs) == "bca" + "cab" + "abc" + "bca" + "cab" + "abc"
+    assert {name: len(seconds) for name, seconds in timings.seconds.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+def test_garbage_collection_is_off_while_candidates_run_and_on_again_after_an_error():
+    def fail():
+        assert not gc.isenabled()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        time_interleaved({"a": fail}, rounds=1)
+    assert gc.isenabled()
+
+
+def test_ratio_is_the_median_of_the_ratios_within_rounds():
+    timings = Timings({"base": [2.0, 20.0, 6.0], "fast": [1.0, 10.0, 2.0]})  # the second round was slow for both
+    assert timings.ratio("fast", "base") == 2.0
+    assert timings.median("base") == 6.0
+
+
+TENSOR_TRAIN_LAYER = TTLinear(64, 64, in_factors=(8, 8), out_factors=(8, 8), ranks=(8, 32, 8))
+SAVED = [  # (module, input needs a gradient, bytes beyond parameters and input)
+    pytest.param(nn.Linear(64, 6), True, 0, id="linear-saves-its-input-only"),
+    pytest.param(nn.Tanh(), True, ROWS * 64 * FLOAT, id="tanh-saves-its-output"),
+    pytest.param(nn.Sequential(nn.Linear(64, 6), nn.Tanh()), False, ROWS * 6 * FLOAT, id="two-layers"),
+    pytest.param(nn.Sequential(nn.Tanh(), nn.Linear(64, 6)), True, ROWS * 64 * FLOAT, id="one-storage-saved-twice"),
+    pytest.param(TENSOR_TRAIN_LAYER, True, ROWS * 32 * FLOAT, id="tensor-train-saves-one-number-per-rank"),
+]
+
+
+@pytest.mark.parametrize(("module", "needs_gradient", "expected"), SAVED)
+def test_saved_bytes_are_exact(module, needs_gradient, expected):
+    x = torch.randn(ROWS, 64, requires_grad=needs_gradient)
+    assert saved_for_backward(lambda: module(x), [x, *module.parameters()]) == expected
+
+
+def test_two_views_count_their_storage_once_and_whole_and_nothing_counts_without_gradients():
+    left, right = torch.randn(ROWS, 10).split(4, dim=1)[:2]
+    weight = torch.randn(4, requires_grad=True)
+    assert saved_for_backward(lambda: left @ weight + right @ weight, [weight]) == ROWS * 10 * FLOAT
+    with torch.no_grad():
+        assert saved_for_backward(lambda: left @ weight, [weight]) == 0
+
+
+def test_counting_leaves_the_gradients_right():
+    x = torch.randn(ROWS, requires_grad=True)
+    kept = []
+    saved_for_backward(lambda: kept.append(x.exp().sum()), [x])
+    kept[0].backward()
+    torch.testing.assert_close(x.grad, x.detach().exp())
+
+
+@pytest.mark.parametrize("wrong", [1.01, float("nan")])
+def test_candidates_that_disagree_are_refused(wrong):
+    expected = torch.randn(3, 4)
+    check_agreement("output", expected + 1e-7, expected, 1e-5)
+    with pytest.raises(RuntimeError, match=r"8x8, output: tensor train and dense differ by (0\.01|nan)"):
+        check_agreement("8x8, output", expected * wrong, expected, 1e-5)
+
+
+def test_rows_of_the_same_identity_are_replaced_in_place_and_others_kept(tmp_path):
+    path = tmp_path / "results" / "bench.csv"
+    identity = ["shape", "processor"]
+    replace_rows(path, [{"shape": s, "processor": "A", "ms": 1.5} for s in ("8x8", "8x16")], identity)
+    replace_rows(path, [{"shape": "8x8", "processor": "B, fast", "ms": 2}], identity)
+    replace_rows(path, [{"shape": "8x8", "processor": "A", "ms": 3}], identity)
+    assert [(row["shape"], row["processor"], row["ms"]) for row in read(path)] == [
+        ("8x8", "A", "3"),
+        ("8x16", "A", "1.5"),
+        ("8x8", "B, fast", "2"),
+    ]
+    assert [file.name for file in path.parent.iterdir()] == ["bench.csv"]
+
+
+def test_identity_is_compared_as_written_so_that_numbers_match_their_text(tmp_path):
+    path = tmp_path / "bench.csv"
+    for seconds in (1, 2):
+        replace_rows(path, [{"dropout": 0.1, "cores": 2, "s": seconds}], ["dropout", "cores"])
+    assert read(path) == [{"dropout": "0.1", "cores": "2", "s": "2"}]
+
+
+def test_columns_that_come_and_go_lose_no_figure(tmp_path):
+    path = tmp_path / "bench.csv"
+    replace_rows(path, [{"shape": "8x8", "old": 1}], ["shape"])
+    replace_rows(path, [{"shape": "8x16", "new": 2}], ["shape"])
+    assert read(path) == [{"shape": "8x8", "new": "", "old": "1"}, {"shape": "8x16", "new": "2", "old": ""}]
+
+
+def test_report_prints_and_saves_the_figures_with_their_machine(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(interleaved_timing, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["/some/where/bench_linear.py", "--rounds", "2"])
+    report("Linear", [comparison(), comparison(case={"shape": "8x16", "dtype": "fp32"})], save_as="bench_linear")
+    report("Linear", [comparison(tensor_train_seconds=(0.05, 0.05))], save_as="bench_linear")
+    replaced, kept = read(tmp_path / "bench_linear.csv")
+    assert (replaced["shape"], replaced["dense_ms"], replaced["tensor_train_ms"]) == ("8x8", "300.0", "50.0")
+    assert (replaced["ratio"], kept["ratio"], kept["promised_ratio"]) == ("6.0", "3.0", "2.0")
+    assert (kept["dense_saved_bytes"], kept["tensor_train_saved_bytes"], kept["rounds"]) == ("160", "32", "2")
+    assert kept["torch"] == torch.__version__
+    assert kept["command"] == "python scripts/bench_linear.py --rounds 2"
+    assert "8x16" in capsys.readouterr().out
+
+
+def test_without_a_name_nothing_is_saved(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(interleaved_timing, "RESULTS", tmp_path)
+    report("Linear", [comparison(promised=None, unit="s")], save_as=None)
+    assert not list(tmp_path.iterdir())
+    assert "dense s" in capsys.readouterr().out
+
+
+def test_machine_says_where_when_and_with_what(only_allocator_setting):
+    only_allocator_setting("2")
+    here = machine()
+    assert all(here.values())
+    assert here["threads"] == torch.get_num_threads()
+    assert here["environment"] == "MALLOC_ARENA_MAX=2"
+
+
+def test_figures_under_another_allocator_setting_are_rows_of_their_own(tmp_path, monkeypatch, only_allocator_setting):
+    monkeypatch.setattr(interleaved_timing, "RESULTS", tmp_path)
+    for arenas in ("1", "2", "2"):
+        only_allocator_setting(arenas)
+        report("Linear", [comparison()], save_as="bench_linear")
+    environments = [row["environment"] for row in read(tmp_path / "bench_linear.csv")]
+    assert environments == ["MALLOC_ARENA_MAX=1", "MALLOC_ARENA_MAX=2"]
+
+
+@pytest.mark.parametrize("option", [["--rounds", "0"], ["--threads", "-1"], ["--rounds", "many"]], ids=" ".join)
+def test_counts_must_be_positive(option, capsys):
+    with pytest.raises(SystemExit):
+        benchmark_parser("A benchmark.", rounds=3).parse_args(option)
+    assert "is not a positive integer" in capsys.readouterr().err
