@@ -8,6 +8,7 @@
 ``--help`` explains every option. Ctrl-C finishes the step, writes a checkpoint and says how to go on.
 """
 
+import gc
 import os
 import shlex
 import sys
@@ -62,16 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         accelerator.load_state(str(checkpoint))
         run.history = History(**history)
         console.print(f"Resuming from {checkpoint}, after step {run.step}.")
-    if not train(run):
+    complete = train(run)
+    if complete and accelerator.is_main_process:
+        finish(run, data, settings, arguments, console)
+    if not complete:
         resume = command([*without_resume(arguments), "--resume_from_checkpoint", "latest"])
         console.print(
             f"\nInterrupted after step {run.step} of {run.total_steps}; everything is saved. Go on with:\n  {resume}"
         )
-        return 130
-    if accelerator.is_main_process:
-        finish(run, data, settings, arguments, console)
-    accelerator.end_training()
-    return 0
+    shut_down(accelerator, run)
+    return 0 if complete else 130
 
 
 def start(settings: Settings) -> Accelerator:
@@ -135,6 +136,18 @@ def finish(run: Run, data: Data, settings: Settings, arguments: list[str], conso
     console.print(f"In {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     if settings.training.push_to_hub:
         publish(model, data.tokenizer, hub_id(settings), private=settings.training.hub_private_repo, fields=fields)
+
+
+def shut_down(accelerator: Accelerator, run: Run) -> None:
+    """Finish trackers and processes.
+
+    With gloo, a DDP object that outlives its process group deadlocks now and then (torch 2.13): its destructor joins a
+    thread that waits for the interpreter's lock. So it goes first.
+    """
+    run.model = accelerator.unwrap_model(run.model)
+    accelerator.free_memory()
+    gc.collect()
+    accelerator.end_training()
 
 
 def hub_id(settings: Settings) -> str:
