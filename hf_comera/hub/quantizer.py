@@ -245,7 +245,7 @@ def _align(model: nn.Module) -> None:
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Transformers before 5.2x leaves keys that it renames in the dtype of the file."""
+    """Early releases that we support (5.17) leave keys that they rename in the dtype of the file."""
     keep = [key.replace(".", r"\.") for key in model._get_dtype_plan(dtype)]
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not parameter.is_meta and not any(re.search(key, name) for key in keep):

@@ -224,7 +224,7 @@ def test_a_config_given_for_a_compressed_checkpoint_has_no_effect_and_says_so(ch
 
 def test_wrong_shapes_of_dense_parameters_raise(checkpoint):
     change_tensors(lambda t: t.update({"bert.embeddings.LayerNorm.weight": torch.ones(49)}))(checkpoint)
-    # Transformers names it since 5.2x, we do before that
+    # recent Transformers names it, we do where it does not
     with pytest.raises((ValueError, RuntimeError), match=r"49|mismatch"):
         AutoModelForMaskedLM.from_pretrained(checkpoint)
 
