@@ -19,6 +19,13 @@ def dense_matrix(cores, num_in, in_features, out_features):
     return multiply_out(cores).reshape(rows, -1)[:in_features, :out_features]
 
 
+def dense_halves(cores, num_in, in_features, out_features):
+    """The ``(in, rank)`` and ``(rank, out)`` matrices whose product is the matrix of a TT linear."""
+    bond = torch.eye(cores[num_in].shape[0], dtype=cores[0].dtype)
+    left, right = multiply_out([*cores[:num_in], bond[:, :, None]]), multiply_out([bond[None], *cores[num_in:]])
+    return left.reshape(-1, len(bond))[:in_features], right.reshape(len(bond), -1)[:, :out_features]
+
+
 def dense_table(cores, num_embeddings, embedding_dim):
     """The ``(vocabulary, hidden)`` table of a TTM embedding."""
     order = len(cores)

@@ -1,12 +1,14 @@
 """The operator ``hf_comera::tt_linear``: ``y = x W + bias`` with W held as tensor-train cores and never formed.
 
 The first ``num_in`` cores carry the input factors, the rest the output factors. The cores are contracted to two
-halves, ``W = left @ right``; ``code = x @ left`` has one number per rank and token, and ``y = code @ right``.
+halves, ``W = left @ right``; ``code = x @ left`` has one number per rank and token, and ``y = code @ right``. With a
+rank activation, ``y = act(code) @ right``, which no single matrix computes.
 
 The plain-torch body below is the reference and the path of every device without a kernel.
 
 Source: CoMERA, arXiv:2405.14377, section on contraction paths: two-sided contraction; saved for backward are x and the
-code only, the products of cores do not depend on the batch and are built again.
+code only, the products of cores do not depend on the batch and are built again. The saved code is the one before the
+rank activation, from which the activation and its derivative are computed again.
 """
 
 # Shapes here: I = in features, O = out features, R = middle rank rounded up to a multiple of RANK_MULTIPLE,
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_comera.ops.precision import autocast_input, chain_dtype, without_autocast
+from hf_comera.ops.rank_activation import RANK_ACTIVATIONS, check_rank_activation
 from hf_comera.tt.cores import contract_left, contract_left_backward, contract_right, contract_right_backward
 
 __all__ = ["tt_linear"]
@@ -39,9 +42,14 @@ class _Halves(NamedTuple):
 
 
 def tt_linear(
-    x: Tensor, cores: list[Tensor], num_in: int, bias: Tensor | None = None, out_features: int | None = None
+    x: Tensor,
+    cores: list[Tensor],
+    num_in: int,
+    bias: Tensor | None = None,
+    out_features: int | None = None,
+    rank_activation: str | None = None,
 ) -> Tensor:
-    """``x @ W + bias`` for a matrix W in tensor-train form.
+    """``x @ W + bias`` for a matrix ``W = left @ right`` in tensor-train form, or ``act(x @ left) @ right + bias``.
 
     Args:
         x: Input. Under autocast it is cast first, as ``torch.nn.functional.linear`` does.
@@ -49,6 +57,7 @@ def tt_linear(
         num_in: How many cores carry input factors; at least 1, and fewer than ``len(cores)``.
         bias: ``(out_features,)`` or None.
         out_features: Output size where the output factors are padded; default is their product.
+        rank_activation: ``"silu"``, ``"gelu"`` (exact) or None: the nonlinearity between the halves.
 
     Shape:
         ``(..., in_features) -> (..., out_features)``.
@@ -57,11 +66,12 @@ def tt_linear(
         ``y`` in the dtype of ``x`` (of autocast, where it is on).
 
     Raises:
-        ValueError: If the input factors cannot cover the last axis of ``x``.
+        ValueError: If the input factors cannot cover the last axis of ``x``, or ``rank_activation`` is unknown.
 
     Source:
-        CoMERA, arXiv:2405.14377.
+        CoMERA, arXiv:2405.14377; rank activation: CoLA, arXiv:2502.10940.
     """
+    check_rank_activation(rank_activation)
     covered = 1
     for core in cores[:num_in]:
         covered *= core.shape[1]
@@ -76,29 +86,42 @@ def tt_linear(
             out_features *= core.shape[1]
     x = autocast_input(x)
     with without_autocast(x):
-        y, _ = _tt_linear(x, cores, bias, num_in, out_features)
+        y, _ = _tt_linear(x, cores, bias, num_in, out_features, rank_activation)
     return y
 
 
 @torch.library.custom_op("hf_comera::tt_linear", mutates_args=())
 def _tt_linear(
-    x: Tensor, cores: list[Tensor], bias: Tensor | None, num_in: int, out_features: int
+    x: Tensor,
+    cores: list[Tensor],
+    bias: Tensor | None,
+    num_in: int,
+    out_features: int,
+    rank_activation: str | None,
 ) -> tuple[Tensor, Tensor]:
     halves = _halves(cores, num_in, x.shape[-1], out_features)
     left_IR, right_RO = halves.left.to(x.dtype), halves.right.to(x.dtype)
     code_TR = x.reshape(-1, x.shape[-1]) @ left_IR
-    y_TO = code_TR @ right_RO if bias is None else torch.addmm(bias.to(x.dtype), code_TR, right_RO)
+    hidden_TR = code_TR if rank_activation is None else RANK_ACTIVATIONS[rank_activation].function(code_TR)
+    y_TO = hidden_TR @ right_RO if bias is None else torch.addmm(bias.to(x.dtype), hidden_TR, right_RO)
     return y_TO.view(*x.shape[:-1], out_features), code_TR.view(*x.shape[:-1], code_TR.shape[-1])
 
 
 @_tt_linear.register_fake
-def _(x: Tensor, cores: list[Tensor], bias: Tensor | None, num_in: int, out_features: int) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor,
+    cores: list[Tensor],
+    bias: Tensor | None,
+    num_in: int,
+    out_features: int,
+    rank_activation: str | None,
+) -> tuple[Tensor, Tensor]:
     rank = _padded_rank(cores[num_in].shape[0])
     return x.new_empty(*x.shape[:-1], out_features), x.new_empty(*x.shape[:-1], rank)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, cores, bias, ctx.num_in, ctx.out_features = inputs
+    x, cores, bias, ctx.num_in, ctx.out_features, ctx.rank_activation = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, output[1], *cores)
@@ -119,15 +142,18 @@ def _gradients(
     if grad_y is None:
         grad_y = x.new_zeros(*x.shape[:-1], ctx.out_features)
     dy_TO = grad_y.reshape(-1, ctx.out_features).to(x.dtype)
-    dcode_TR = dy_TO @ right_RO.T
+    hidden_TR, dcode_TR = code_TR, dy_TO @ right_RO.T
+    if ctx.rank_activation is not None:
+        activation = RANK_ACTIVATIONS[ctx.rank_activation]
+        hidden_TR, dcode_TR = activation.function(code_TR), activation.backward(dcode_TR, code_TR)
     if grad_code is not None:
         dcode_TR = dcode_TR + grad_code.reshape(code_TR.shape)
     dx = (dcode_TR @ left_IR.T).reshape(x.shape) if ctx.needs_input_grad[0] else None
     dbias = None if ctx.bias_dtype is None else dy_TO.sum(0).to(ctx.bias_dtype)
     dcores: list[Any] = [None] * len(cores)
     if any(core.requires_grad for core in cores):
-        dcores = _core_gradients(halves, x_TI.T @ dcode_TR, code_TR.T @ dy_TO, cores)
-    return dx, dcores, dbias, None, None
+        dcores = _core_gradients(halves, x_TI.T @ dcode_TR, hidden_TR.T @ dy_TO, cores)
+    return dx, dcores, dbias, None, None, None
 
 
 def _core_gradients(halves: _Halves, dleft_IR: Tensor, dright_RO: Tensor, cores: list[Tensor]) -> list[Tensor]:

@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional
 
 from hf_comera.ops import tt_linear
+from hf_comera.ops.rank_activation import RANK_ACTIVATIONS
 from hf_comera.ops.tt_linear import _tt_linear
 from hf_comera.tt.cores import draw_cores
-from tests.dense_references import dense_matrix, random_cores
+from tests.dense_references import dense_halves, dense_matrix, random_cores
 
 LAYERS = [  # (in_factors, out_factors, rank, in_features, out_features)
     pytest.param((4, 6), (6, 4), 3, 24, 24, id="two-factors"),
@@ -29,16 +31,35 @@ def problem(in_factors, out_factors, rank, in_features, out_features, lead=(2, 3
     return cores, x, bias
 
 
-@pytest.mark.parametrize(("in_factors", "out_factors", "rank", "in_features", "out_features"), LAYERS)
-def test_matches_dense_and_passes_gradcheck(in_factors, out_factors, rank, in_features, out_features):
-    cores, x, bias = problem(in_factors, out_factors, rank, in_features, out_features)
-    dense = dense_matrix(cores, len(in_factors), in_features, out_features)
-    ours = tt_linear(x, cores, len(in_factors), bias, out_features)
-    torch.testing.assert_close(ours, x @ dense + bias)
-    torch.testing.assert_close(tt_linear(x, cores, len(in_factors), None, out_features), x @ dense)
+def reference(x, cores, num_in, bias, out_features, rank_activation):
+    """The layer as two linear ones, with torch's own nonlinearity between them."""
+    left, right = dense_halves(cores, num_in, x.shape[-1], out_features)
+    act = getattr(functional, rank_activation) if rank_activation else torch.nn.Identity()
+    return functional.linear(act(functional.linear(x, left.T)), right.T, bias)
 
-    def op(x, bias, *cores):  # both outputs: the code is differentiable too
-        return _tt_linear(x, list(cores), bias, len(in_factors), out_features)
+
+every_activation = pytest.mark.parametrize("rank_activation", [None, *RANK_ACTIVATIONS])
+
+
+@pytest.mark.parametrize(("in_factors", "out_factors", "rank", "in_features", "out_features"), LAYERS)
+@every_activation
+def test_matches_dense_and_passes_gradcheck(in_factors, out_factors, rank, in_features, out_features, rank_activation):
+    cores, x, bias = problem(in_factors, out_factors, rank, in_features, out_features)
+    if rank_activation is None:
+        dense = dense_matrix(cores, len(in_factors), in_features, out_features)
+        torch.testing.assert_close(tt_linear(x, cores, len(in_factors), bias, out_features), x @ dense + bias)
+    for some_bias in (bias, None):
+        ours = tt_linear(x, cores, len(in_factors), some_bias, out_features, rank_activation)
+        expected = reference(x, cores, len(in_factors), some_bias, out_features, rank_activation)
+        torch.testing.assert_close(ours, expected)
+        inputs = [x, *cores] if some_bias is None else [x, *cores, bias]
+        grad_y = torch.randn_like(ours)
+        torch.testing.assert_close(
+            torch.autograd.grad(ours, inputs, grad_y), torch.autograd.grad(expected, inputs, grad_y)
+        )
+
+    def op(x, bias, *cores):  # both outputs: the code, taken before the activation, is differentiable too
+        return _tt_linear(x, list(cores), bias, len(in_factors), out_features, rank_activation)
 
     assert torch.autograd.gradcheck(op, (x, bias, *cores))
 
@@ -53,51 +74,83 @@ def test_any_leading_shape_also_empty(lead):
     assert all(core.grad.shape == core.shape for core in cores)
 
 
-def test_strided_input_and_frozen_parts():
+@every_activation
+def test_strided_input_and_frozen_parts(rank_activation):
     cores, _, _ = problem((2, 3), (4, 2), 3, 6, 8)
     x = torch.randn(6, 5, dtype=torch.float64).T.requires_grad_()
     frozen = [core.detach() for core in cores]
-    torch.testing.assert_close(tt_linear(x, frozen, 2), x @ dense_matrix(frozen, 2, 6, 8))
-    (grad,) = torch.autograd.grad(tt_linear(x, frozen, 2).sum(), x)
-    torch.testing.assert_close(grad, dense_matrix(frozen, 2, 6, 8).sum(1).expand(5, 6))
+    ours = tt_linear(x, frozen, 2, rank_activation=rank_activation)
+    expected = reference(x, frozen, 2, None, 8, rank_activation)
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(torch.autograd.grad(ours.sum(), x), torch.autograd.grad(expected.sum(), x))
 
 
-def test_opcheck():
+@every_activation
+def test_opcheck(rank_activation):
     cores, x, bias = problem((2, 3), (4, 2), 3, 6, 7)
-    torch.library.opcheck(_tt_linear, (x, cores, bias, 2, 7))
-    torch.library.opcheck(_tt_linear, (x, cores, None, 2, 7), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(_tt_linear, (x, cores, bias, 2, 7, rank_activation))
+    without_bias = (x, cores, None, 2, 7, rank_activation)
+    torch.library.opcheck(_tt_linear, without_bias, test_utils=("test_schema", "test_faketensor"))
+
+
+@every_activation
+def test_second_derivatives(rank_activation):
+    cores, x, bias = problem((2, 3), (3, 2), 2, 6, 5, (2,))
+
+    def op(x, *cores):
+        return tt_linear(x, list(cores), 2, bias, 5, rank_activation)
+
+    assert torch.autograd.gradgradcheck(op, (x, *cores))
+
+
+@every_activation
+def test_the_code_is_the_one_before_the_activation_with_zeros_as_padding(rank_activation):
+    cores, x, bias = problem((2, 3), (4, 2), 3, 6, 8)
+    _, code = _tt_linear(x, cores, bias, 2, 8, rank_activation)
+    torch.testing.assert_close(code[..., :3], x @ dense_halves(cores, 2, 6, 8)[0])
+    assert not code[..., 3:].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "all-in-dtype"])
-def test_low_precision_error_is_at_most_twice_that_of_plain_torch(dtype, autocast):
+@every_activation
+def test_low_precision_error_is_at_most_twice_that_of_plain_torch(dtype, autocast, rank_activation):
     cores = random_cores((8, 6), (6, 8), 12, dtype=torch.float32)
     draw_cores([core.data for core in cores], 0.1)
     x = torch.randn(64, 48)
-    exact = x.double() @ dense_matrix([core.detach().double() for core in cores], 2, 48, 48)
-    dense = dense_matrix([core.detach() for core in cores], 2, 48, 48)
+
+    def matrices(cores):  # as few as compute the same
+        return dense_halves(cores, 2, 48, 48) if rank_activation else (dense_matrix(cores, 2, 48, 48),)
+
+    def plain_torch(x, first, *second):
+        y = x @ first
+        return getattr(functional, rank_activation)(y) @ second[0] if second else y
+
     if autocast:
+        exact = plain_torch(x.double(), *matrices([core.detach().double() for core in cores]))
+        dense = matrices([core.detach() for core in cores])
         with torch.autocast("cpu", dtype=dtype):
-            ours = tt_linear(x, cores, 2)
-            plain = torch.nn.functional.linear(x, dense.T)
+            ours, plain = tt_linear(x, cores, 2, rank_activation=rank_activation), plain_torch(x, *dense)
         assert ours.dtype == dtype
         ours.float().sum().backward()
         assert cores[0].grad.dtype == torch.float32
     else:
         low = [core.detach().to(dtype) for core in cores]
-        exact = x.to(dtype).double() @ dense_matrix([core.double() for core in low], 2, 48, 48)
-        ours, plain = tt_linear(x.to(dtype), low, 2), x.to(dtype) @ dense_matrix(low, 2, 48, 48)
+        exact = plain_torch(x.to(dtype).double(), *matrices([core.double() for core in low]))
+        ours = tt_linear(x.to(dtype), low, 2, rank_activation=rank_activation)
+        plain = plain_torch(x.to(dtype), *matrices(low))
     ours_error = (ours.double() - exact).norm().item()
     plain_error = (plain.double() - exact).norm().item()
     assert ours_error <= 2 * plain_error, f"op {ours_error:.3g}, plain torch {plain_error:.3g}"
 
 
-def test_saved_for_backward_are_x_and_the_code_only():
+@every_activation
+def test_saved_for_backward_are_x_and_the_code_only(rank_activation):
     cores = random_cores((8, 6), (6, 8), 12, dtype=torch.float32)
     x = torch.randn(500, 48, requires_grad=True)
     saved = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
-        tt_linear(x, cores, 2)
+        tt_linear(x, cores, 2, rank_activation=rank_activation)
     of_batch_size = sorted(tuple(t.shape) for t in saved.values() if t.shape[0] == 500)
     assert of_batch_size == [(500, 16), (500, 48)], "x and the code, rank 12 padded to 16"
 
@@ -115,11 +168,12 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
-def test_no_dense_matrix_is_made_in_forward_or_backward():
+@every_activation
+def test_no_dense_matrix_is_made_in_forward_or_backward(rank_activation):
     cores = random_cores((16, 32), (32, 16), 4, dtype=torch.float32)
     x = torch.randn(3, 512, requires_grad=True)
     with LargestTensor() as mode:
-        tt_linear(x, cores, 2).sum().backward()
+        tt_linear(x, cores, 2, rank_activation=rank_activation).sum().backward()
     assert 0 < mode.largest < 512 * 512 / 8
     assert mode.largest < math.prod((512, 4)) * 8
 

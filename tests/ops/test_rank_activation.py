@@ -1,0 +1,42 @@
+"""hf_comera/ops/rank_activation.py: torch's nonlinearities and derivatives, zero at zero, unknown names refused."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hf_comera.ops import tt_linear
+from hf_comera.ops.rank_activation import RANK_ACTIVATIONS, check_rank_activation
+from tests.dense_references import random_cores
+
+
+@pytest.mark.parametrize("name", RANK_ACTIVATIONS)
+def test_equals_torch_in_value_and_derivative(name):
+    code = torch.randn(50, dtype=torch.float64, requires_grad=True)
+    expected = getattr(functional, name)(code)
+    torch.testing.assert_close(RANK_ACTIVATIONS[name].function(code), expected)
+    grad = torch.randn_like(code)
+    (dcode,) = torch.autograd.grad(expected, code, grad)
+    for create_graph in (True, False):
+        with torch.set_grad_enabled(create_graph):
+            torch.testing.assert_close(RANK_ACTIVATIONS[name].backward(grad, code), dcode)
+
+
+@pytest.mark.parametrize("name", RANK_ACTIVATIONS)
+def test_padded_rank_columns_stay_zero(name):
+    assert RANK_ACTIVATIONS[name].function(torch.zeros(1)).item() == 0.0
+
+
+@pytest.mark.parametrize("name", [None, *RANK_ACTIVATIONS])
+def test_known_names_pass(name):
+    check_rank_activation(name)
+
+
+@pytest.mark.parametrize("name", ["relu", "SiLU", "", True, ["silu"]], ids=repr)
+def test_unknown_names_are_refused(name):
+    with pytest.raises(ValueError, match=r"rank_activation=.* is unknown. Use one of 'gelu', 'silu', .* or None"):
+        check_rank_activation(name)
+
+
+def test_the_operator_refuses_them_too():
+    with pytest.raises(ValueError, match="rank_activation='relu' is unknown"):
+        tt_linear(torch.randn(2, 6), random_cores((2, 3), (4, 2), 3, torch.float32), 2, rank_activation="relu")
