@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from hf_comera.modules.base import TensorTrainModule
 from hf_comera.ops import tt_linear
 from hf_comera.ops.precision import chain_dtype
+from hf_comera.ops.rank_activation import check_rank_activation
 from hf_comera.tt.cores import contract_left, contract_right, core_shapes, draw_cores
 from hf_comera.tt.decomposition import tt_svd
 from hf_comera.tt.shapes import check_factors, factorize, useful_ranks
@@ -18,6 +19,9 @@ __all__ = ["TTLinear"]
 class TTLinear(TensorTrainModule):
     """``y = x W + bias``, where W is stored as tensor-train cores and never formed.
 
+    With ``rank_activation``, ``y = act(x left) right + bias``, where ``left`` and ``right`` are the halves that the
+    input cores and the output cores contract to. Such a layer has no dense weight.
+
     Args:
         in_features: Size of the last axis of ``x``.
         out_features: Size of the last axis of ``y``.
@@ -26,6 +30,7 @@ class TTLinear(TensorTrainModule):
         ranks: One rank for all bonds (clipped to what is useful), or one per inner bond.
         bias: Whether there is a bias.
         transposed: Whether ``weight`` is laid out ``(in, out)``, as in ``transformers.pytorch_utils.Conv1D``.
+        rank_activation: ``"silu"``, ``"gelu"`` (exact) or None: the nonlinearity between the halves.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
@@ -33,10 +38,10 @@ class TTLinear(TensorTrainModule):
         ``(..., in_features) -> (..., out_features)``; core k is ``(r_{k-1}, n_k, r_k)``, ``r_0 = r_{2d} = 1``.
 
     Raises:
-        ValueError: If factors do not cover their sizes, or a rank is not positive.
+        ValueError: If factors do not cover their sizes, a rank is not positive, or ``rank_activation`` is unknown.
 
     Source:
-        CoMERA, arXiv:2405.14377, TT linear layers (input factors first).
+        CoMERA, arXiv:2405.14377, TT linear layers (input factors first); rank activation: CoLA, arXiv:2502.10940.
     """
 
     bias: Tensor | None
@@ -51,10 +56,13 @@ class TTLinear(TensorTrainModule):
         ranks: int | Sequence[int] = 30,
         bias: bool = True,
         transposed: bool = False,
+        rank_activation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_rank_activation(rank_activation)
+        self.rank_activation = rank_activation
         self.in_features, self.out_features, self.transposed = in_features, out_features, transposed
         # the largest factors go to the ends of the train, where one neighbouring rank is 1 and entries are cheap
         self.in_factors = tuple(in_factors or factorize(in_features, 3)[::-1])
@@ -81,7 +89,7 @@ class TTLinear(TensorTrainModule):
             raise ValueError(
                 f"x has shape {tuple(x.shape)}, but its last axis must be in_features={self.in_features}."
             )
-        return tt_linear(x, self.cores(), len(self.in_factors), self.bias, self.out_features)
+        return tt_linear(x, self.cores(), len(self.in_factors), self.bias, self.out_features, self.rank_activation)
 
     def weight_shape(self) -> tuple[int, int]:
         """``(out_features, in_features)``, or ``(in_features, out_features)`` if ``transposed``."""
@@ -93,7 +101,16 @@ class TTLinear(TensorTrainModule):
         return [*self.in_factors, *self.out_factors]
 
     def dense(self) -> Tensor:
-        """The implied weight, in the shape of :meth:`weight_shape`; ``nn.Linear`` with it computes the same."""
+        """The implied weight, in the shape of :meth:`weight_shape`; ``nn.Linear`` with it computes the same.
+
+        Raises:
+            ValueError: If there is a rank activation, with which no weight is implied.
+        """
+        if self.rank_activation is not None:
+            raise ValueError(
+                f"This TTLinear has rank_activation={self.rank_activation!r} between its halves, so no dense weight "
+                "computes the same. Call the layer itself, or use rank_activation=None, with which there is one."
+            )
         cores = [core.to(chain_dtype(core)) for core in self.cores()]
         left = contract_left(cores[: len(self.in_factors)])[-1][: self.in_features]
         right = contract_right(cores[len(self.in_factors) :])[0][:, : self.out_features]
@@ -102,7 +119,16 @@ class TTLinear(TensorTrainModule):
 
     @torch.no_grad()
     def load_dense(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Replace the cores by the TT-SVD of ``weight`` (laid out as :meth:`weight_shape`), at this layer's ranks."""
+        """Replace the cores by the TT-SVD of ``weight`` (laid out as :meth:`weight_shape`), at this layer's ranks.
+
+        Raises:
+            ValueError: If ``weight`` has another shape, or there is a rank activation.
+        """
+        if self.rank_activation is not None:
+            raise ValueError(
+                f"This TTLinear has rank_activation={self.rank_activation!r} between its halves, which a dense "
+                "weight does not have: its decomposition would compute something else. Use rank_activation=None."
+            )
         if tuple(weight.shape) != self.weight_shape():
             raise ValueError(f"weight has shape {tuple(weight.shape)}, but this layer needs {self.weight_shape()}.")
         matrix = weight if self.transposed else weight.T
@@ -112,7 +138,8 @@ class TTLinear(TensorTrainModule):
 
     def extra_repr(self) -> str:
         """Sizes, factors and ranks, for ``print(model)``."""
+        activation = "" if self.rank_activation is None else f", rank_activation={self.rank_activation!r}"
         return (
             f"{self.in_features}, {self.out_features}, in_factors={self.in_factors}, out_factors={self.out_factors}, "
-            f"ranks={self.ranks}, bias={self.bias is not None}"
+            f"ranks={self.ranks}, bias={self.bias is not None}{activation}"
         )

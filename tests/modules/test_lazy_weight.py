@@ -7,9 +7,9 @@ from torch.nn.functional import linear
 from hf_comera.modules import TTLinear, TTMEmbedding
 
 
-@pytest.fixture
-def layer(monkeypatch):
-    layer = TTLinear(48, 96, ranks=4)
+@pytest.fixture(params=[None, "silu"])
+def layer(request):
+    layer = TTLinear(48, 96, ranks=4, rank_activation=request.param)
     layer.built = 0
     dense = layer.dense
 
@@ -36,7 +36,7 @@ def test_questions_about_the_weight_build_nothing(layer):
     assert layer.built == 0
 
 
-@pytest.mark.parametrize(
+real_uses = pytest.mark.parametrize(
     "use",
     [
         lambda x, w: linear(x, w),
@@ -46,6 +46,9 @@ def test_questions_about_the_weight_build_nothing(layer):
         lambda x, w: w.float().pow(2).mean(),
     ],
 )
+
+
+@real_uses
 def test_real_uses_equal_the_dense_weight_in_value_and_gradient(use):
     layer = TTLinear(48, 96, ranks=4)
     x = torch.randn(3, 48)
@@ -54,6 +57,44 @@ def test_real_uses_equal_the_dense_weight_in_value_and_gradient(use):
     grads = [torch.autograd.grad(value.sum(), layer.cores()) for value in (lazy, dense)]
     for mine, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@real_uses
+def test_real_uses_raise_where_there_is_no_dense_weight(use):
+    layer = TTLinear(48, 96, ranks=4, rank_activation="silu")
+    with pytest.raises(ValueError, match="rank_activation='silu' between its halves, so no dense weight"):
+        use(torch.randn(3, 48), layer.weight)
+
+
+class AsksForTheDtype(torch.nn.Module):
+    """T5's feed-forward asks its last layer so."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        weight = self.layer.weight
+        return self.layer(x.to(weight.dtype).to(weight.device)), weight.shape
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("rank_activation", [None, "silu"])
+def test_questions_are_answered_in_compiled_code_too(rank_activation, backend):
+    torch._dynamo.reset()
+    layer = TTLinear(48, 96, ranks=4, rank_activation=rank_activation)
+    asking = AsksForTheDtype(layer)
+    x = torch.randn(3, 48)
+    y, shape = torch.compile(asking, backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(y, layer(x))
+    assert shape == (96, 48)
+
+
+def test_computing_with_a_weight_that_is_not_there_gives_nan_in_compiled_code():
+    torch._dynamo.reset()
+    layer = TTLinear(48, 96, ranks=4, rank_activation="silu")
+    compiled = torch.compile(lambda x: linear(x, layer.weight), backend="eager", fullgraph=True)
+    assert compiled(torch.randn(3, 48)).isnan().all()
 
 
 class Product(torch.autograd.Function):

@@ -6,10 +6,13 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from hf_comera.modules import TTLinear
+from hf_comera.ops.rank_activation import RANK_ACTIVATIONS
+from tests.dense_references import dense_halves
 
 
 @pytest.mark.parametrize(
@@ -21,6 +24,21 @@ def test_equals_nn_linear_with_its_dense_weight(in_features, out_features, bias)
     x = torch.randn(2, 3, in_features, dtype=torch.float64)
     torch.testing.assert_close(layer(x), linear(x, layer.dense(), layer.bias))
     assert layer.dense().shape == layer.weight_shape() == (out_features, in_features)
+
+
+@pytest.mark.parametrize("rank_activation", RANK_ACTIVATIONS)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("in_features", "out_features"), [(48, 96), (7, 30)])
+def test_with_a_rank_activation_equals_two_linear_layers(in_features, out_features, bias, transposed, rank_activation):
+    settings = {"bias": bias, "transposed": transposed, "rank_activation": rank_activation}
+    layer = TTLinear(in_features, out_features, ranks=4, dtype=torch.float64, **settings)
+    left, right = dense_halves(layer.cores(), 3, in_features, out_features)
+    x = torch.randn(2, 3, in_features, dtype=torch.float64)
+    code = getattr(functional, rank_activation)(linear(x, left.T))
+    torch.testing.assert_close(layer(x), linear(code, right.T, layer.bias))
+    assert f"rank_activation='{rank_activation}'" in repr(layer)
+    assert "rank_activation" not in repr(TTLinear(48, 96))
 
 
 def test_transposed_equals_conv1d():
@@ -48,15 +66,17 @@ def test_reset_gives_the_deviation_of_the_dense_layer(std):
     assert not layer.bias.any()
 
 
-def test_deepcopy_pickle_and_meta():
-    layer = TTLinear(48, 96, ranks=4)
+@pytest.mark.parametrize("rank_activation", [None, *RANK_ACTIVATIONS])
+def test_deepcopy_pickle_and_meta(rank_activation):
+    layer = TTLinear(48, 96, ranks=4, rank_activation=rank_activation)
     x = torch.randn(3, 48)
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(twin(x), layer(x))
     assert TTLinear(48, 96, device="meta").core_0.is_meta
 
 
-def test_compiles_as_one_graph_and_recompiles_once_for_other_ranks():
+@pytest.mark.parametrize("rank_activation", [None, *RANK_ACTIVATIONS])
+def test_compiles_as_one_graph_and_recompiles_once_for_other_ranks(rank_activation):
     graphs = []
 
     def backend(graph, inputs):
@@ -64,13 +84,23 @@ def test_compiles_as_one_graph_and_recompiles_once_for_other_ranks():
         return graph.forward
 
     torch._dynamo.reset()
-    layer = TTLinear(48, 96, ranks=6)
+    layer = TTLinear(48, 96, ranks=6, rank_activation=rank_activation)
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
     x = torch.randn(3, 48)
     torch.testing.assert_close(compiled(x), layer(x))
     layer.load_cores(TTLinear(48, 96, ranks=3).cores())
     torch.testing.assert_close(compiled(x), layer(x))
     assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("rank_activation", RANK_ACTIVATIONS)
+def test_compiled_gradients_equal_those_of_eager(rank_activation):
+    torch._dynamo.reset()
+    layer = TTLinear(48, 96, ranks=6, rank_activation=rank_activation, dtype=torch.float64)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 48, dtype=torch.float64, requires_grad=True)
+    grads = [torch.autograd.grad(module(x).pow(2).sum(), [x, *layer.parameters()]) for module in (compiled, layer)]
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +116,18 @@ def test_compiles_as_one_graph_and_recompiles_once_for_other_ranks():
         (lambda: TTLinear(48, 96)(torch.randn(2, 47)), r"x has shape \(2, 47\).*in_features=48"),
         (lambda: TTLinear(48, 96).load_dense(torch.randn(48, 96)), r"weight has shape \(48, 96\).*\(96, 48\)"),
         (lambda: TTLinear(48, 96).load_cores([]), "do not fit a layer whose cores"),
+        (
+            lambda: TTLinear(48, 96, rank_activation="relu"),
+            "rank_activation='relu' is unknown. Use one of 'gelu', 'silu'",
+        ),
+        (
+            lambda: TTLinear(48, 96, rank_activation="silu").dense(),
+            "rank_activation='silu' between its halves, so no dense weight.*Call the layer itself",
+        ),
+        (
+            lambda: TTLinear(48, 96, rank_activation="silu").load_dense(torch.randn(96, 48)),
+            "rank_activation='silu' between its halves, which a dense weight does not have.*Use rank_activation=None",
+        ),
     ],
 )
 def test_bad_values_are_named(call, message):
