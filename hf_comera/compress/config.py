@@ -8,12 +8,18 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from hf_comera.ops.rank_activation import check_rank_activation
+
 __all__ = ["FORMAT_VERSION", "ComeraConfig"]
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
-"""Version of the checkpoint format; raised when older releases could no longer read what is written."""
+FORMAT_VERSION = 2
+"""Newest version of the checkpoint format; raised when older releases could not read all that may be written.
+
+1: the format of the first release. 2: layers may have a rank activation. A checkpoint says the lowest version that has
+all it uses, so that older releases go on reading what they can.
+"""
 
 
 @dataclass(kw_only=True)
@@ -24,7 +30,8 @@ class ComeraConfig(QuantizationConfigMixin):
     must match a whole name. Pattern dictionaries map such an expression for the end of a name to a value.
 
     Raises:
-        ValueError: If a rank, a number of factors or a factor is not a positive integer.
+        ValueError: If a rank, a number of factors or a factor is not a positive integer, or ``rank_activation`` is
+            unknown.
     """
 
     target_modules: list[str] | str | None = None
@@ -50,17 +57,19 @@ class ComeraConfig(QuantizationConfigMixin):
     """Factors of particular layers: pattern to ``{"in_factors": [...], "out_factors": [...]}`` (of an embedding:
     vocabulary and hidden size). A product above the size is padding."""
 
+    rank_activation: str | None = None
+    """Nonlinearity between the two halves of every linear layer, ``"silu"`` or ``"gelu"``; for models built from
+    scratch, which then cannot be merged to dense. Source: CoLA, arXiv:2502.10940."""
+
     layers: dict[str, dict[str, Any]] | None = None
     """What was compressed: filled in by the library, read back at load time. Leave it None."""
-
-    format_version: int = FORMAT_VERSION
-    """Version of the checkpoint format."""
 
     quant_method: str = "comera"  # type: ignore[assignment]  # an enum of built-in methods there
     """The name under which Transformers finds this method."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""
+        check_rank_activation(self.rank_activation)
         for name in ("rank", "num_factors", "embedding_num_factors"):
             _check_positive(name, getattr(self, name))
         for pattern, ranks in self.rank_pattern.items():
@@ -74,6 +83,12 @@ class ComeraConfig(QuantizationConfigMixin):
                 )
         if isinstance(self.target_modules, list | tuple | set) and not self.target_modules:
             raise ValueError("target_modules=[] selects nothing. Use None for the defaults of the architecture.")
+
+    @property
+    def format_version(self) -> int:
+        """The lowest version of the checkpoint format that has all of these settings."""
+        recorded = [entry.get("rank_activation") for entry in (self.layers or {}).values()]
+        return 1 if all(name is None for name in (self.rank_activation, *recorded)) else 2
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -89,7 +104,7 @@ class ComeraConfig(QuantizationConfigMixin):
                 f"{FORMAT_VERSION}. Install a newer hf_comera: pip install --upgrade hf_comera."
             )
         known = {item.name for item in fields(cls)}
-        unknown = sorted(set(config_dict) - known)
+        unknown = sorted(set(config_dict) - known - {"format_version"})
         if unknown:
             logger.warning("Settings %s of the checkpoint are unknown to this release and have no effect.", unknown)
         config = cls(**{name: value for name, value in config_dict.items() if name in known})
@@ -104,7 +119,7 @@ class ComeraConfig(QuantizationConfigMixin):
         values = {item.name: copy.deepcopy(getattr(self, item.name)) for item in fields(self)}
         if isinstance(self.target_modules, tuple | set):
             values["target_modules"] = sorted(self.target_modules)
-        return values
+        return {**values, "format_version": self.format_version}
 
 
 def _check_positive(name: str, value: Any) -> None:

@@ -33,6 +33,16 @@ class LayerPlan:
     ranks: tuple[int, ...]
     error: float | None = None
     """Relative Frobenius error of the decomposition; None where nothing was decomposed."""
+    rank_activation: str | None = None
+    """Nonlinearity between the two halves of a TT linear."""
+
+    def __post_init__(self) -> None:
+        """Only a TT linear is contracted to two halves with a code between them."""
+        if self.rank_activation is not None and self.kind != "tt_linear":
+            raise ValueError(
+                f"rank_activation={self.rank_activation!r} of {self.name!r} is for kind 'tt_linear', but its kind is "
+                f"{self.kind!r}. Use rank_activation=None for it."
+            )
 
     @property
     def dense_parameters(self) -> int:
@@ -48,12 +58,14 @@ class LayerPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The entry of this layer in ``ComeraConfig.layers``."""
-        entry = {
+        entry: dict[str, Any] = {
             "kind": self.kind,
             "in_factors": list(self.in_factors),
             "out_factors": list(self.out_factors),
             "ranks": list(self.ranks),
         }
+        if self.rank_activation is not None:
+            entry["rank_activation"] = self.rank_activation
         return entry if self.error is None else {**entry, "error": round(self.error, 6)}
 
 
@@ -169,6 +181,7 @@ def _plan_layer(name: str, module: nn.Module, config: ComeraConfig) -> LayerPlan
         in_factors=in_factors,
         out_factors=out_factors,
         ranks=useful_ranks(sizes, config.rank if rank is None else rank),
+        rank_activation=None if embedding else config.rank_activation,
     )
 
 
@@ -182,12 +195,9 @@ def _recorded_layers(model: nn.Module, recorded: dict[str, dict[str, Any]]) -> l
         if here is None:
             continue  # a head of the saved model that this class does not have: Transformers reports its keys
         in_size, out_size = _sizes(modules[here])
-        values = {key: tuple(entry[key]) for key in ("in_factors", "out_factors", "ranks")}
-        layers.append(
-            LayerPlan(
-                name=here, kind=entry["kind"], in_size=in_size, out_size=out_size, error=entry.get("error"), **values
-            )
-        )
+        values: dict[str, Any] = {key: tuple(entry[key]) for key in ("in_factors", "out_factors", "ranks")}
+        values |= {key: entry.get(key) for key in ("error", "rank_activation")}
+        layers.append(LayerPlan(name=here, kind=entry["kind"], in_size=in_size, out_size=out_size, **values))
     if not layers:
         raise ValueError(
             f"None of the compressed layers of this checkpoint ({', '.join(list(recorded)[:3])}, ...) exists in "
@@ -229,7 +239,8 @@ def _row(layer: LayerPlan, with_errors: bool) -> list[str]:
     factors = f"{_times(layer.in_factors)} -> {_times(layer.out_factors)}"
     error = [] if not with_errors else ["" if layer.error is None else f"{layer.error:.4f}"]
     counts = _counts(layer.dense_parameters, layer.parameters)
-    return [layer.name, layer.kind, factors, " ".join(map(str, layer.ranks)), *counts, *error]
+    kind = layer.kind if layer.rank_activation is None else f"{layer.kind} ({layer.rank_activation})"
+    return [layer.name, kind, factors, " ".join(map(str, layer.ranks)), *counts, *error]
 
 
 def _times(factors: tuple[int, ...]) -> str:

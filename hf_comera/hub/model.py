@@ -73,7 +73,11 @@ class ComeraModel:
         size.print_trainable_parameters(self)
 
     def merge_and_unload(self) -> PreTrainedModel:
-        """Turn this model into an ordinary dense one, in place, and return it; it then saves as any other model."""
+        """Turn this model into an ordinary dense one, in place, and return it; it then saves as any other model.
+
+        Raises:
+            ValueError: If a layer has a rank activation: no dense layer computes the same.
+        """
         return merge_and_unload(self)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,9 +88,14 @@ class ComeraModel:
             return (
                 embedding if isinstance(embedding, TTMEmbedding) else super().resize_token_embeddings(*args, **kwargs)
             )
+        mergeable = all(module.rank_activation is None for module in _trains(self).values())
         raise ValueError(
             f"resize_token_embeddings({new_size}): the embedding is compressed with {embedding.num_embeddings} rows. "
-            "Call model.merge_and_unload(), resize, and compress again with get_comera_model(model, config)."
+            + (
+                "Call model.merge_and_unload(), resize, and compress again with get_comera_model(model, config)."
+                if mergeable
+                else f"With a rank activation it cannot be merged: build a new model with vocab_size={new_size}."
+            )
         )
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
@@ -124,7 +133,7 @@ def merge_and_unload(model: PreTrainedModel) -> PreTrainedModel:
     """Turn a compressed model into an ordinary dense one, in place, and return it.
 
     Raises:
-        ValueError: If ``model`` is not compressed.
+        ValueError: If ``model`` is not compressed, or a layer has a rank activation; it is then left as it was.
     """
     if not is_comera_model(model):
         raise ValueError(f"{type(model).__name__} is not a compressed model: there is nothing to merge.")
@@ -176,6 +185,7 @@ def _layer_plan(name: str, module: TensorTrainModule, recorded: dict[str, Any]) 
         out_factors=module.out_factors,
         ranks=module.ranks,
         error=recorded.get("error"),
+        rank_activation=module.rank_activation,
     )
 
 

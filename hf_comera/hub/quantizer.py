@@ -25,7 +25,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.plan import CompressionPlan, plan
-from hf_comera.compress.surgery import decompose_layer, link_tied, replace_layers, untie
+from hf_comera.compress.surgery import check_decomposable, decompose_layer, link_tied, replace_layers, untie
 from hf_comera.hub.model import attach, guard_key
 from hf_comera.modules import TensorTrainModule, TiedHead
 
@@ -59,6 +59,8 @@ class ComeraQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         if self.pre_quantized:
             _check_files(checkpoint_files)
+        else:
+            check_decomposable(self.quantization_config)
         self.plan = plan(model, self.quantization_config)
         for part in _parts(model):
             part.__dict__["_initialize_weights"] = types.MethodType(_initialize_weights(self), part)

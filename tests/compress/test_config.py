@@ -20,6 +20,26 @@ def test_round_trip_through_json():
     assert config.to_dict()["quant_method"] == "comera"
 
 
+SILU_LAYER = {"kind": "tt_linear", "in_factors": [4], "out_factors": [6], "ranks": [2], "rank_activation": "silu"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "version"),
+    [
+        ({}, 1),
+        ({"layers": {"q": {**SILU_LAYER, "rank_activation": None}}}, 1),
+        ({"rank_activation": "silu"}, 2),
+        ({"rank_activation": "gelu"}, 2),
+        ({"layers": {"q": SILU_LAYER}}, 2),
+    ],
+)
+def test_the_lowest_format_that_can_say_it_is_written(settings, version):
+    config = ComeraConfig(**settings)
+    assert config.to_dict()["format_version"] == version
+    assert json.loads(config.to_json_string())["format_version"] == version
+    assert ComeraConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
 def test_changing_the_dictionary_does_not_change_the_config():
     config = ComeraConfig(rank_pattern={"a": 3})
     config.to_dict()["rank_pattern"]["a"] = 5
@@ -34,7 +54,7 @@ def test_unknown_settings_of_a_checkpoint_are_named_and_ignored(caplog):
 
 
 def test_a_newer_format_is_refused():
-    with pytest.raises(ValueError, match=r"format_version=99, but this release reads up to 1. Install a newer"):
+    with pytest.raises(ValueError, match=r"format_version=99, but this release reads up to 2. Install a newer"):
         ComeraConfig.from_dict({"rank": 8, "format_version": 99})
 
 
@@ -56,6 +76,8 @@ def test_a_misspelled_setting_raises():
         ({"rank_pattern": {"q": [3, 0]}}, r"rank_pattern\['q'\]=0"),
         ({"factor_pattern": {"q": [3, 4]}}, r"factor_pattern\['q'\]=\[3, 4\] is needed as a dictionary"),
         ({"factor_pattern": {"q": {"inputs": [3, 4]}}}, "in_factors, out_factors or both"),
+        ({"rank_activation": "relu"}, "rank_activation='relu' is unknown. Use one of 'gelu', 'silu'"),
+        ({"rank_activation": True}, "rank_activation=True"),
         ({"target_modules": []}, r"target_modules=\[\] selects nothing"),
     ],
 )

@@ -42,6 +42,21 @@ def test_merged_model_is_an_ordinary_one(architecture, tmp_path):
     assert not any(isinstance(m, TensorTrainModule) for m in loaded.modules())
 
 
+@every_architecture
+@pytest.mark.parametrize("merge", [merge_and_unload, lambda model: model.merge_and_unload()], ids=["call", "method"])
+def test_a_model_with_a_rank_activation_does_not_merge_and_stays_as_it_was(architecture, merge):
+    model = compressed(architecture, rank_activation="silu")
+    inputs, before = architecture.inputs(), dict(model.named_parameters())
+    expected, config, ties = model(**inputs).logits, model.config.to_dict(), model.all_tied_weights_keys
+    with pytest.raises(ValueError, match=r"merge_and_unload: .*rank_activation='silu'.*Use the model as it is"):
+        merge(model)
+    assert is_comera_model(model)
+    assert model.config.to_dict() == config
+    assert model.all_tied_weights_keys == ties
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert torch.equal(model(**inputs).logits, expected)
+
+
 MERGED_ELSEWHERE = """
 import sys, torch, transformers
 model, inputs, expected = torch.load(sys.argv[1] + "/case.pt", weights_only=True)
@@ -73,8 +88,9 @@ def test_merged_checkpoint_loads_in_a_process_without_hf_comera(name, tmp_path):
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
-def test_copies_are_compressed_models_too(architecture, duplicate):
-    model = compressed(architecture)
+@pytest.mark.parametrize("rank_activation", [None, "silu"])
+def test_copies_are_compressed_models_too(architecture, duplicate, rank_activation):
+    model = compressed(architecture, rank_activation=rank_activation)
     inputs = architecture.inputs()
     twin = duplicate(model)
     assert type(twin) is type(model)
@@ -110,6 +126,11 @@ def test_resizing_a_compressed_embedding_raises_with_the_way_out():
     assert model.resize_token_embeddings(241) is model.get_input_embeddings()
     with pytest.raises(ValueError, match=r"resize_token_embeddings\(250\).*241 rows.*merge_and_unload"):
         model.resize_token_embeddings(250)
+    nonlinear = compressed(ARCHITECTURES["gpt2"], rank_activation="silu")
+    with pytest.raises(
+        ValueError, match="With a rank activation it cannot be merged: build a new model with vocab_size"
+    ):
+        nonlinear.resize_token_embeddings(250)
     dense_embedding = compressed(ARCHITECTURES["llama-untied"], exclude_modules=["embed_tokens"])
     assert dense_embedding.resize_token_embeddings(250).num_embeddings == 250
 
