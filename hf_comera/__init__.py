@@ -13,7 +13,7 @@ from hf_comera.hub.cards import write_model_card
 from hf_comera.hub.model import is_comera_model, merge_and_unload
 from hf_comera.hub.push import push_to_hub
 from hf_comera.hub.quantizer import register
-from hf_comera.optim import comera_param_groups
+from hf_comera.optim import TTMuon, comera_param_groups
 
 register()
 
@@ -23,6 +23,7 @@ __all__ = [
     "ComeraConfig",
     "CompressionPlan",
     "SizeReport",
+    "TTMuon",
     "comera_param_groups",
     "get_comera_model",
     "is_comera_model",

@@ -9,6 +9,7 @@ PUBLIC = {
         "ComeraConfig",
         "CompressionPlan",
         "SizeReport",
+        "TTMuon",
         "comera_param_groups",
         "get_comera_model",
         "is_comera_model",
@@ -21,7 +22,7 @@ PUBLIC = {
     },
     "hf_comera.modules": {"TTLinear", "TTMEmbedding", "TensorTrainModule", "TiedEmbedding", "TiedHead"},
     "hf_comera.ops": {"tt_linear", "ttm_lookup", "ttm_project"},
-    "hf_comera.optim": {"comera_param_groups"},
+    "hf_comera.optim": {"TTMuon", "comera_param_groups"},
 }
 
 

@@ -79,7 +79,7 @@ class TTLinear(TensorTrainModule):
     @torch.no_grad()
     def reset_parameters(self, std: float | None = None) -> None:
         """Draw new cores; every entry of the implied matrix has deviation ``std`` (default: that of ``nn.Linear``)."""
-        draw_cores(self.cores(), (3 * self.in_features) ** -0.5 if std is None else std)
+        draw_cores(self.cores(), (3 * self.in_features) ** -0.5 if std is None else std, len(self.in_factors))
         if self.bias is not None and not self.bias.is_meta:
             self.bias.zero_()
 

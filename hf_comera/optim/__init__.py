@@ -1,5 +1,6 @@
 """Parameter groups and optimizers."""
 
 from hf_comera.optim.param_groups import comera_param_groups
+from hf_comera.optim.tt_muon import TTMuon
 
-__all__ = ["comera_param_groups"]
+__all__ = ["TTMuon", "comera_param_groups"]

@@ -1,58 +1,117 @@
 """Parameter groups: which rate and decay the cores, the other weights, and biases and norms get."""
 
+import math
 from typing import Any
 
 from torch import nn
 
 from hf_comera.modules import TensorTrainModule
+from hf_comera.tt.tangent import interface_norms
 
-__all__ = ["comera_param_groups"]
+__all__ = ["check_rate_and_decay", "comera_param_groups", "other_param_groups", "tensor_train_modules"]
+
+GRID = 1.25
+"""Rates of cores are rounded to powers of this, so that layers of equal shapes share a group."""
 
 
-def comera_param_groups(
-    model: nn.Module, lr: float, *, weight_decay: float = 0.01, core_lr_scale: float = 1.0
-) -> list[dict[str, Any]]:
-    """Groups for ``torch.optim.AdamW`` and others that take ``lr`` and ``weight_decay`` per group.
+def comera_param_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.01) -> list[dict[str, Any]]:
+    """Groups for ``torch.optim.AdamW`` and its kin, from the learning rate of the dense model.
 
-    A step on one core moves the whole implied matrix, and decaying each of K cores decays the matrix K times; so cores
-    have a group of their own, with ``weight_decay`` divided by their number. Biases and norms are not decayed.
+    A step of AdamW has entries of about ``lr``. On a dense matrix its spectral norm is at most
+    ``lr * sqrt(rows * columns)``, reached when all rows agree. A step on core k with entries of ``lr_k`` is at most
+    ``lr_k * sqrt(entries of the core)`` long, and the rest of the train stretches it by at most ``|L_k| |R_k|``, the
+    spectral norms of the products of the cores on its left and on its right. K cores move at once, so with
+
+        lr_k = lr * sqrt(rows * columns) / (sqrt(K) * |L_k| * |R_k| * sqrt(entries of the core))
+
+    they move the implied matrix as far as AdamW moves a dense one, an equal part each; the root of K since steps of
+    different cores hardly overlap. The norms are those of the cores as they are now; rates are rounded by up to 12 %,
+    so that layers of equal shapes share groups. Weight decay shrinks the implied matrix as it would the dense one: each
+    of K cores has a K-th of it, over its own rate. Biases and norms are not decayed.
+
+    :class:`hf_comera.TTMuon` follows the norms while they change, and learns faster; this is for other optimizers.
 
     Args:
         model: A model, compressed or not.
-        lr: Learning rate.
+        lr: Learning rate, as for the dense model.
         weight_decay: Decoupled weight decay, meant for the (implied) matrices.
-        core_lr_scale: Factor between ``lr`` and the rate of the cores.
 
     Returns:
         Non-empty groups with ``params``, ``names``, ``lr``, ``weight_decay`` and ``group_name``; every trainable
         parameter is in exactly one.
 
     Raises:
-        ValueError: If a rate is not positive or the decay negative.
+        ValueError: If a rate is not positive, the decay negative, or the cores have no values yet (meta device).
+
+    Source:
+        Rates per factor of structured matrices: Qiu et al., arXiv:2406.06248; bounding the step of the product:
+        arXiv:2602.12429. The rates for trains of any length are ours.
     """
-    for name, value in (("lr", lr), ("core_lr_scale", core_lr_scale)):
-        if not value > 0:
-            raise ValueError(f"{name}={value} must be positive, for example {name}={1e-3 if name == 'lr' else 1.0}.")
+    check_rate_and_decay(lr, weight_decay)
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for name, module in tensor_train_modules(model).items():
+        cores, rates = module.cores(), core_rates(name, module, lr)
+        for place, (core, rate) in enumerate(zip(cores, rates, strict=True)):
+            if core.requires_grad:
+                rounded = GRID ** round(math.log(rate, GRID))
+                key = (rounded, weight_decay * lr / (len(cores) * rounded))  # AdamW multiplies it by the rate again
+                _append(groups, key, "cores", f"{name}.core_{place}".removeprefix("."), core)
+    return list(groups.values()) + other_param_groups(model, lr, weight_decay)
+
+
+def other_param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups of the trainable parameters that are no cores: weights, and biases and norms, which do not decay."""
+    cores = {id(core) for module in tensor_train_modules(model).values() for core in module.cores()}
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in cores:
+            matrix = parameter.ndim >= 2
+            kind = "weights" if matrix else "biases and norms"
+            _append(groups, (lr, weight_decay if matrix else 0.0), kind, name, parameter)
+    return list(groups.values())
+
+
+def core_rates(name: str, module: TensorTrainModule, lr: float) -> list[float]:
+    """The rate of each core of ``module`` that corresponds to ``lr`` on its dense matrix.
+
+    Raises:
+        ValueError: If the cores are on the meta device.
+    """
+    cores = module.cores()
+    if any(core.is_meta for core in cores):
+        raise ValueError(
+            f"The cores of {name!r} are on the meta device and have no norms to derive a rate from. Load or "
+            "initialise the model before making parameter groups."
+        )
+    largest_step = lr * math.sqrt(math.prod(module.weight_shape()) / len(cores))
+    stretches = interface_norms([core.flatten(1, -2) for core in cores])
+    return [
+        largest_step / (stretch * math.sqrt(core.numel())) if stretch > 0 else lr  # behind a core that is zero
+        for core, stretch in zip(cores, stretches, strict=True)
+    ]
+
+
+def tensor_train_modules(model: nn.Module) -> dict[str, TensorTrainModule]:
+    """The layers in tensor-train form by their names."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, TensorTrainModule)}
+
+
+def check_rate_and_decay(lr: float, weight_decay: float) -> None:
+    """Refuse a rate that is not positive and a negative decay.
+
+    Raises:
+        ValueError: If one of them is out of range.
+    """
+    if not lr > 0:
+        raise ValueError(f"lr={lr} must be positive, for example lr=0.001.")
     if weight_decay < 0:
         raise ValueError(f"weight_decay={weight_decay} must not be negative, for example 0.01.")
-    orders = {
-        f"{name}.core_{index}" if name else f"core_{index}": module.num_cores
-        for name, module in model.named_modules()
-        if isinstance(module, TensorTrainModule)
-        for index in range(module.num_cores)
-    }
-    groups: dict[tuple[str, float], dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        kind, rate, decay = "weights", lr, weight_decay
-        if name in orders:
-            kind, rate, decay = "cores", lr * core_lr_scale, weight_decay / orders[name]
-        elif parameter.ndim < 2:
-            kind, decay = "biases and norms", 0.0
-        group = groups.setdefault(
-            (kind, decay), {"params": [], "names": [], "lr": rate, "weight_decay": decay, "group_name": kind}
-        )
-        group["params"].append(parameter)
-        group["names"].append(name)
-    return list(groups.values())
+
+
+def _append(
+    groups: dict[tuple[float, float], dict[str, Any]], key: tuple[float, float], kind: str, name: str, parameter: Any
+) -> None:
+    empty = {"params": [], "names": [], "lr": key[0], "weight_decay": key[1], "group_name": kind}
+    group = groups.setdefault(key, empty)
+    group["params"].append(parameter)
+    group["names"].append(name)

@@ -110,29 +110,39 @@ def train_norm(cores: Sequence[Tensor]) -> float:
 
 
 @torch.no_grad()
-def draw_cores(cores: Sequence[Tensor], std: float) -> None:
-    """Fill ``cores`` in place with normal draws such that the entries of the contracted tensor have deviation ``std``.
+def draw_cores(cores: Sequence[Tensor], std: float, num_left: int | None = None) -> None:
+    """Fill ``cores`` in place with a random train of the flattest spectrum and entries of deviation ``std``.
 
-    An entry is a sum over ``prod(ranks)`` products of one entry of each core, so equal core deviations ``s`` give
-    ``s ** (2 K) * prod(ranks) = std ** 2`` on average; at small ranks a draw misses that by a factor of two, so the
-    cores are then scaled to the norm that ``std`` asks for.
+    The cores on the left of the middle bond get orthonormal columns, those on its right orthonormal rows, so every
+    singular value at the middle is the same: no rank starts weaker than another, and the condition of the train does
+    not worsen with its length, as that of a product of normal draws does. One factor, the same for all cores, then
+    gives the implied matrix the norm of a dense draw; a step on any core is then an equally large step on the matrix.
 
     Args:
         cores: Parameters to fill; meta tensors are left alone.
-        std: Root mean square of the entries of the implied matrix.
+        std: Root mean square of the entries of the implied matrix, exactly.
+        num_left: Cores on the left of the middle bond; default half of them.
 
     Source:
-        CoMERA, arXiv:2405.14377, initialisation of the published experiments (every entry of the full matrix has the
-        deviation of a dense layer). Equal deviations per core, so that one learning rate suits all of them, and the
-        scaling to the exact norm are ours.
+        Deviation of every entry as in a dense layer: CoMERA, arXiv:2405.14377. Orthonormal halves are the flat limit
+        of the spectral initialisation of Khodak et al., arXiv:2105.01029.
     """
     if cores[0].is_meta:
         return
-    core_std = (std**2 / math.prod(core.shape[-1] for core in cores)) ** (0.5 / len(cores))
-    for core in cores:
-        core.normal_(0.0, core_std)
+    num_left = len(cores) // 2 if num_left is None else num_left
+    for place, core in enumerate(cores):
+        shape = (-1, core.shape[-1]) if place < num_left else (core.shape[0], -1)
+        normal = torch.empty_like(core, dtype=torch.promote_types(core.dtype, torch.float32)).normal_()
+        unfolding = normal.reshape(shape)
+        core.copy_(_orthonormal(unfolding).reshape(core.shape))
     entries = math.prod(size for core in cores for size in core.shape[1:-1])
-    norm = train_norm(cores)
-    if norm > 0.0:
-        for core in cores:
-            core.mul_((std * math.sqrt(entries) / norm) ** (1 / len(cores)))
+    scale = (std * math.sqrt(entries) / train_norm(cores)) ** (1 / len(cores))
+    for core in cores:
+        core.mul_(scale)
+
+
+def _orthonormal(matrix: Tensor) -> Tensor:
+    """Orthonormal columns, or rows where there are fewer of them, with the span of ``matrix``."""
+    if matrix.shape[0] < matrix.shape[1]:
+        return torch.linalg.qr(matrix.mT).Q.mT
+    return torch.linalg.qr(matrix).Q

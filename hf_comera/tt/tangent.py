@@ -1,0 +1,119 @@
+"""Steps on single cores, measured in the matrix that the whole train implies.
+
+The implied tensor is ``left interface * core * right interface``, where the interfaces are the products of the cores
+on either side. Where both are isometries (the orthogonal gauge centred at that core), a step on the core is a step of
+equal size on the matrix, and the core's gradient is the gradient of the matrix, projected. A train can be in that
+gauge for one core at a time; but the r x r Gram matrices of the interfaces are enough to move a gradient into it and a
+step out of it, for all cores at once and without touching the cores.
+
+All functions take stacks of trains of equal shapes: any leading axes before those of a core.
+"""
+
+# Shapes here: ... = any leading axes (trains of equal shapes), K = cores, r_k = ranks, n_k = factors.
+
+import torch
+from torch import Tensor
+
+__all__ = ["interface_factors", "interface_norms", "remove_gauge", "to_core", "to_orthogonal_gauge"]
+
+# Part of the mean that is added to the spectrum of an interface: a direction in which the other cores are almost zero
+# would otherwise ask for an almost infinite step.
+DAMPING = 1e-3
+
+
+def interface_factors(cores: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Cholesky factors of the Gram matrices of all interfaces.
+
+    Shape:
+        cores ``(..., r_{k-1}, n_k, r_k)`` -> K + 1 lower triangles ``(..., r_k, r_k)`` of what is left of each bond,
+        and as many of what is right of it; bond 0 is before the first core.
+    """
+    left, right = _interface_grams(cores)
+    return [_cholesky(gram) for gram in left], [_cholesky(gram) for gram in right]
+
+
+def interface_norms(cores: list[Tensor]) -> list[float]:
+    """For each core of one train: the most that a step on it is stretched on its way to the implied tensor.
+
+    The product of the spectral norms of the two interfaces, computed in float64.
+
+    Shape:
+        cores ``(r_{k-1}, n_k, r_k)`` -> K numbers.
+    """
+    left, right = _interface_grams([core.detach().double() for core in cores])
+    largest_before = [torch.linalg.eigvalsh(gram).max().item() for gram in left[:-1]]
+    largest_behind = [torch.linalg.eigvalsh(gram).max().item() for gram in right[1:]]
+    return [max(a * b, 0.0) ** 0.5 for a, b in zip(largest_before, largest_behind, strict=True)]
+
+
+def to_orthogonal_gauge(gradient: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """The gradient of a core as it would be if both interfaces were isometries.
+
+    Args:
+        gradient: ``(..., r_{k-1}, n_k, r_k)``.
+        left: Factor of the interface before the core, ``(..., r_{k-1}, r_{k-1})``.
+        right: Factor of the interface behind it, ``(..., r_k, r_k)``.
+    """
+    moved = torch.linalg.solve_triangular(left, gradient.flatten(-2), upper=False).view_as(gradient)
+    rows = moved.flatten(-3, -2)
+    return torch.linalg.solve_triangular(right.mT, rows, upper=True, left=False).view_as(gradient)
+
+
+def to_core(step: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """The step of a core that does to the matrix what ``step`` does in the orthogonal gauge.
+
+    Args:
+        step: ``(..., r_{k-1}, n_k, r_k)``.
+        left: Factor of the interface before the core.
+        right: Factor of the interface behind it.
+    """
+    moved = torch.linalg.solve_triangular(left.mT, step.flatten(-2), upper=True).view_as(step)
+    rows = moved.flatten(-3, -2)
+    return torch.linalg.solve_triangular(right, rows, upper=False, left=False).view_as(step)
+
+
+def remove_gauge(gradient: Tensor, core: Tensor, outer: Tensor, inner: Tensor, *, on_left: bool) -> Tensor:
+    """Take out of a core's gradient what the neighbour towards the middle can do as well.
+
+    What only mixes the ranks of the bond towards the middle, ``core -> core X``, the next core can take over: both
+    would move the matrix in the same direction. Without that part the directions of all cores are orthogonal.
+
+    Args:
+        gradient: In the orthogonal gauge, ``(..., r_{k-1}, n_k, r_k)``.
+        core: The core itself, same shape.
+        outer: Factor of the interface on the outer side of the core.
+        inner: Factor of outer interface and core together, at the bond towards the middle.
+        on_left: Whether the middle of the train is to the right.
+
+    Source:
+        Tangent space of the manifold of tensor trains of fixed ranks: Holtz, Rohwedder, Schneider,
+        "On manifolds of tensors of fixed TT-rank", Numerische Mathematik 120, 2012.
+    """
+    if on_left:
+        frame = (outer.mT @ core.flatten(-2)).view_as(core).flatten(-3, -2)
+        rows = gradient.flatten(-3, -2)
+        return (rows - frame @ torch.cholesky_solve(frame.mT @ rows, inner)).view_as(gradient)
+    frame = (core.flatten(-3, -2) @ outer).view_as(core).flatten(-2)
+    columns = gradient.flatten(-2)
+    return (columns - torch.cholesky_solve(frame @ columns.mT, inner).mT @ frame).view_as(gradient)
+
+
+def _interface_grams(cores: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Gram matrices ``(..., r_k, r_k)`` of what is left, and of what is right, of each of the K + 1 bonds."""
+    ones = cores[0].new_ones(*cores[0].shape[:-3], 1, 1)
+    left, right = [ones], [ones]
+    for core in cores:
+        rows = core.flatten(-3, -2)
+        left.append(rows.mT @ (left[-1] @ core.flatten(-2)).view_as(rows))
+    for core in reversed(cores):
+        columns = core.flatten(-2)
+        right.append((core.flatten(-3, -2) @ right[-1]).view_as(columns) @ columns.mT)
+    return left, right[::-1]
+
+
+def _cholesky(gram: Tensor) -> Tensor:
+    """Lower triangle of the damped Gram matrix; of an interface that is zero, of a tiny multiple of the identity."""
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    damping = DAMPING * diagonal.mean(-1, keepdim=True) + torch.finfo(gram.dtype).tiny ** 0.5
+    damped = gram + torch.diag_embed(damping.expand_as(diagonal))
+    return torch.linalg.cholesky_ex(damped).L

@@ -1,0 +1,234 @@
+"""hf_comera/optim/tt_muon.py: equal steps for every direction of the matrix, whatever the cores look like."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hf_comera import ComeraConfig, TTMuon, get_comera_model
+from hf_comera.modules import TTLinear, TTMEmbedding
+from hf_comera.optim.orthogonalize import orthogonalize
+from hf_comera.optim.tt_muon import COHERENCE
+from tests.architectures import ARCHITECTURES, every_architecture
+
+
+def layer(in_features=12, out_features=20, order=2, ranks=3, **settings):
+    torch.manual_seed(0)
+    return TTLinear(
+        in_features,
+        out_features,
+        in_factors={1: [12], 2: [4, 3], 3: [3, 2, 2]}[order],
+        out_factors={1: [20], 2: [4, 5], 3: [2, 2, 5]}[order],
+        ranks=ranks,
+        dtype=torch.float64,
+        **settings,
+    )
+
+
+def update_of(module, gradient, steps=1, **settings):
+    """What ``steps`` steps under the loss ``<W, gradient>`` add to the implied matrix."""
+    before = module.dense().detach().clone()
+    optimizer = TTMuon(module, **{"lr": 1e-6, "weight_decay": 0.0, **settings})
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (module.dense() * gradient).sum().backward()
+        optimizer.step()
+    return module.dense().detach() - before
+
+
+def test_at_full_rank_it_is_muon_on_the_dense_matrix():
+    module = TTLinear(12, 12, in_factors=[12], out_factors=[12], ranks=12, dtype=torch.float64)
+    gradient = torch.randn(12, 12, dtype=torch.float64)
+    update = update_of(module, gradient)
+    expected = -orthogonalize(gradient)
+    torch.testing.assert_close(update / update.norm(), expected / expected.norm(), atol=2e-3, rtol=0)
+    # both cores of a full-rank pair give the same step: two of 1 / sqrt(2) each
+    bound = 1e-6 * COHERENCE * 12 * 2**0.5
+    assert 0.7 * bound < torch.linalg.matrix_norm(update, 2) < 1.2 * bound
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_the_scale_and_basis_between_cores_do_not_matter(order, monkeypatch):
+    monkeypatch.setattr("hf_comera.tt.tangent.DAMPING", 0.0)
+    module, gradient = layer(order=order), torch.randn(20, 12, dtype=torch.float64)
+    other, basis = copy.deepcopy(module), None
+    for place, core in enumerate(module.cores()):
+        changed = core.detach() if basis is None else torch.tensordot(torch.linalg.inv(basis), core.detach(), 1)
+        rank = core.shape[-1]
+        basis = 3.0 * torch.eye(rank, dtype=torch.float64) + torch.randn(rank, rank, dtype=torch.float64)
+        if place + 1 < module.num_cores:
+            changed = torch.tensordot(changed, basis, 1)
+        getattr(other, f"core_{place}").data = changed
+    torch.testing.assert_close(other.dense(), module.dense())
+    ours, theirs = update_of(module, gradient), update_of(other, gradient)
+    torch.testing.assert_close(ours, theirs, atol=1e-5 * ours.abs().max().item(), rtol=1e-4)
+
+
+def test_the_scale_of_the_gradient_does_not_matter():
+    gradient = torch.randn(20, 12, dtype=torch.float64)
+    once = update_of(layer(), gradient, steps=3, lr=1e-3)
+    torch.testing.assert_close(update_of(layer(), 1e-4 * gradient, steps=3, lr=1e-3), once)
+
+
+def test_it_descends():
+    gradient = torch.randn(20, 12, dtype=torch.float64)
+    for order in (1, 2, 3):
+        assert (update_of(layer(order=order), gradient) * gradient).sum() < 0
+
+
+def test_decay_shrinks_the_matrix_as_if_it_were_dense():
+    module = layer(order=3)
+    before = module.dense().detach()
+    module.bias.grad = torch.zeros_like(module.bias)
+    optimizer = TTMuon(module, lr=0.01, weight_decay=0.1)
+    for core in module.cores():
+        core.grad = torch.zeros_like(core)
+    optimizer.step()
+    torch.testing.assert_close(module.dense(), before * (1 - 0.01 * 0.1), rtol=1e-6, atol=0)
+
+
+def test_other_parameters_are_trained_as_by_adamw():
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2))
+
+    ours, theirs = model(), model()
+    matrices = [p for p in theirs.parameters() if p.ndim == 2]
+    vectors = [p for p in theirs.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizers = TTMuon(ours, lr=0.01, weight_decay=0.1), torch.optim.AdamW(groups, lr=0.01, fused=True)
+    for _ in range(4):
+        x = torch.randn(8, 4)
+        for network, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            network(x).square().mean().backward()
+            optimizer.step()
+    for mine, reference in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, reference)
+
+
+def test_equal_layers_are_stepped_together_as_they_would_be_alone():
+    def layers():
+        torch.manual_seed(0)
+        return nn.ModuleList([TTLinear(12, 12, ranks=4), TTLinear(12, 20, ranks=4), TTLinear(12, 12, ranks=4)])
+
+    torch.manual_seed(1)
+    gradients = [torch.randn_like(module.dense()) for module in layers()]
+    together, alone = layers(), layers()
+    sum((m.dense() * g).sum() for m, g in zip(together, gradients, strict=True)).backward()
+    TTMuon(together, lr=1e-2).step()
+    for module, gradient in zip(alone, gradients, strict=True):
+        (module.dense() * gradient).sum().backward()
+        TTMuon(module, lr=1e-2).step()
+    for mine, reference in zip(together.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, reference)
+
+
+@every_architecture
+def test_every_architecture_trains(architecture):
+    torch.manual_seed(0)
+    model = get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config())
+    inputs = architecture.training_inputs()
+    optimizer = TTMuon(model.eval(), lr=2e-3)
+    losses = []
+    for _ in range(8):
+        loss = model(**inputs).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+
+
+def trained(steps, resume=None):
+    """A model after ``steps`` steps, and its optimizer's state in the middle."""
+    architecture = ARCHITECTURES["gpt2"]
+    torch.manual_seed(0)
+    model = get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config()).eval()
+    optimizer, start = TTMuon(model, lr=1e-3), 0
+    if resume is not None:
+        start = resume["step"]
+        model.load_state_dict(resume["model"])
+        optimizer.load_state_dict(resume["optimizer"])
+    for step in range(start, steps):
+        ids = torch.randint(2, 200, (2, 9), generator=torch.Generator().manual_seed(step))
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"step": steps, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def test_resuming_is_bit_exact(tmp_path):
+    torch.save(trained(3), tmp_path / "half.pt")
+    resumed = trained(6, resume=torch.load(tmp_path / "half.pt", weights_only=True))
+    for name, value in trained(6)["model"].items():
+        assert torch.equal(value, resumed["model"][name])
+
+
+def test_state_has_the_shape_of_the_parameter():
+    module = layer()
+    optimizer = TTMuon(module)
+    module(torch.randn(3, 12, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    for core in module.cores():
+        assert optimizer.state[core]["momentum_buffer"].shape == core.shape
+
+
+def test_frozen_and_unused_parameters_stay():
+    embedding = TTMEmbedding(20, 6, in_factors=[5, 4], out_factors=[2, 3])
+    model = nn.ModuleList([layer(), layer(), nn.Linear(3, 3), embedding])
+    model[1].requires_grad_(False)
+    model[0].core_1.requires_grad_(False)
+    before = copy.deepcopy(model)
+    optimizer = TTMuon(model, lr=1e-2, weight_decay=0.0)
+    model[0](torch.randn(3, 12, dtype=torch.float64)).square().sum().backward()
+    optimizer.step()
+    changed = {
+        name
+        for (name, new), old in zip(model.named_parameters(), before.parameters(), strict=True)
+        if not torch.equal(new, old)
+    }
+    assert changed == {"0.core_0", "0.core_2", "0.core_3", "0.bias"}
+
+
+def test_bfloat16_weights():
+    module = TTLinear(12, 20, ranks=4, dtype=torch.bfloat16)
+    before = module.dense().detach().clone()
+    module(torch.randn(3, 12, dtype=torch.bfloat16)).sum().backward()
+    TTMuon(module, lr=1e-1).step()
+    assert module.dense().isfinite().all()
+    assert not torch.equal(module.dense(), before)
+
+
+def test_closure_is_evaluated():
+    module = layer()
+    optimizer = TTMuon(module, lr=1e-3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = module(torch.ones(1, 12, dtype=torch.float64)).square().sum()
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert optimizer.step(closure) < first
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": 0.0}, "lr=0.0 must be positive"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0"),
+        ({"momentum": 1.0}, "momentum=1.0 must be"),
+        ({"betas": (0.9, 1.5)}, r"betas\[1\]=1.5 must be"),
+    ],
+)
+def test_bad_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TTMuon(layer(), **settings)
+
+
+def test_nothing_to_train_is_an_error():
+    with pytest.raises(ValueError, match="Unfreeze"):
+        TTMuon(layer().requires_grad_(False))
