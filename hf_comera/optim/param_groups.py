@@ -26,8 +26,8 @@ def comera_param_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.
 
     they move the implied matrix as far as AdamW moves a dense one, an equal part each; the root of K since steps of
     different cores hardly overlap. The norms are those of the cores as they are now; rates are rounded by up to 12 %,
-    so that layers of equal shapes share groups. Weight decay shrinks the implied matrix as it would the dense one: each
-    of K cores has a K-th of it, over its own rate. Biases and norms are not decayed.
+    so that layers of equal shapes share groups. Weight decay shrinks the implied matrix as it would the dense one: of
+    K cores each has a K-th of it, over its own rate. Biases and norms are not decayed.
 
     :class:`hf_comera.TTMuon` follows the norms while they change, and learns faster; this is for other optimizers.
 
