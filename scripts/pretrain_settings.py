@@ -101,7 +101,12 @@ class TrainingSettings:
     per_device_train_batch_size: int = setting(16, "Sequences a device takes at a time.")
     per_device_eval_batch_size: int = setting(32, "The same while measuring the held-out loss.")
     gradient_accumulation_steps: int = setting(1, "Batches whose gradients are added up for one step.")
-    learning_rate: float = setting(3e-3, "Peak rate, as for the dense model; the cores get theirs from it.")
+    optimizer: str = setting(
+        "tt_muon",
+        "tt_muon: orthogonalised momentum for the cores, AdamW for the rest. adamw: AdamW with a rate for each core.",
+        choices=["tt_muon", "adamw"],
+    )
+    learning_rate: float = setting(2e-3, "Peak rate, as for the dense model; the cores get theirs from it.")
     weight_decay: float = setting(0.01, "Decay of AdamW; biases and norms have none.")
     max_grad_norm: float = setting(1.0, "Gradients are cut to this norm.")
     lr_scheduler_type: str = setting("linear", "Course of the learning rate.", choices=SCHEDULES)

@@ -7,13 +7,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from datasets import DatasetDict
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_scheduler
 
 from code_corpus import load_corpus
 from code_sequences import encode_corpus, sequence_lengths
 from code_tokenizer import load_tokenizer, train_tokenizer
 from held_out import HeldOut, count_tokens
-from hf_comera import comera_param_groups
+from hf_comera import TTMuon, comera_param_groups
 from masked_language import Masking, TrainingBatches, held_out_batches
 from model_setup import DEMO_VOCABULARY, build_model, fit_to_tokenizer
 from pretrain_settings import DEMO_STEPS, Settings, TrainingSettings
@@ -99,8 +100,7 @@ def prepare_run(accelerator: Accelerator, settings: Settings, config: PreTrained
     set_seed(training.seed)
     model = build_model(settings.model, config)
     set_seed(training.seed, device_specific=True)  # from here on only dropout draws: differently in each process
-    groups = comera_param_groups(model, training.learning_rate, weight_decay=training.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, betas=BETAS, fused=True)
+    optimizer = make_optimizer(model, training)
     total_steps = count_steps(training, data.batches.batches_per_epoch)
     model, optimizer = accelerator.prepare(model, optimizer)
     # The schedule is not prepared: Accelerate would advance it once per process and step.
@@ -112,6 +112,14 @@ def prepare_run(accelerator: Accelerator, settings: Settings, config: PreTrained
         held_out=data.held_out, settings=training, total_steps=total_steps,
         identity=run_identity(settings.as_dict(), facts),
     )  # fmt: skip
+
+
+def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.Optimizer:
+    """The optimizer the settings name; of a dense model both are AdamW."""
+    rate, decay = training.learning_rate, training.weight_decay
+    if training.optimizer == "tt_muon":
+        return TTMuon(model, rate, weight_decay=decay, betas=BETAS)
+    return torch.optim.AdamW(comera_param_groups(model, rate, weight_decay=decay), lr=rate, betas=BETAS, fused=True)
 
 
 def count_steps(training: TrainingSettings, batches_per_epoch: int) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hf_comera.modules.base import TensorTrainModule
 from hf_comera.ops import tt_linear
 from hf_comera.ops.precision import chain_dtype
-from hf_comera.ops.rank_activation import check_rank_activation
+from hf_comera.ops.rank_activation import check_rank_activation, shrinkage
 from hf_comera.tt.cores import contract_left, contract_right, core_shapes, draw_cores
 from hf_comera.tt.decomposition import tt_svd
 from hf_comera.tt.shapes import check_factors, factorize, useful_ranks
@@ -78,8 +78,17 @@ class TTLinear(TensorTrainModule):
 
     @torch.no_grad()
     def reset_parameters(self, std: float | None = None) -> None:
-        """Draw new cores; every entry of the implied matrix has deviation ``std`` (default: that of ``nn.Linear``)."""
+        """Draw new cores; every entry of the implied matrix has deviation ``std`` (default: that of ``nn.Linear``).
+
+        A rank activation shrinks the code; the right half makes up for it, for inputs of deviation one.
+        """
         draw_cores(self.cores(), (3 * self.in_features) ** -0.5 if std is None else std, len(self.in_factors))
+        if self.rank_activation is not None and not self.core_0.is_meta:
+            in_cores, out_cores = self.cores()[: len(self.in_factors)], self.cores()[len(self.in_factors) :]
+            code_deviation = contract_left(in_cores)[-1].square().sum(0).mean().sqrt().item()
+            gain = 1 / shrinkage(self.rank_activation, code_deviation)
+            for core in out_cores:
+                core.mul_(gain ** (1 / len(out_cores)))
         if self.bias is not None and not self.bias.is_meta:
             self.bias.zero_()
 

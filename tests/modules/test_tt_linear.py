@@ -133,3 +133,13 @@ def test_compiled_gradients_equal_those_of_eager(rank_activation):
 def test_bad_values_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("rank_activation", [None, *RANK_ACTIVATIONS])
+@pytest.mark.parametrize("std", [0.01, 0.2])
+def test_outputs_start_with_the_deviation_of_a_dense_layer(rank_activation, std):
+    torch.manual_seed(0)
+    layer = TTLinear(64, 96, ranks=16, rank_activation=rank_activation)
+    layer.reset_parameters(std)
+    deviation = layer(torch.randn(4000, 64)).std().item()
+    assert deviation == pytest.approx(std * 64**0.5, rel=0.1)

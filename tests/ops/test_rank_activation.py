@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from hf_comera.ops import tt_linear
-from hf_comera.ops.rank_activation import RANK_ACTIVATIONS, check_rank_activation
+from hf_comera.ops.rank_activation import RANK_ACTIVATIONS, check_rank_activation, shrinkage
 from tests.dense_references import random_cores
 
 
@@ -40,3 +40,11 @@ def test_unknown_names_are_refused(name):
 def test_the_operator_refuses_them_too():
     with pytest.raises(ValueError, match="rank_activation='relu' is unknown"):
         tt_linear(torch.randn(2, 6), random_cores((2, 3), (4, 2), 3, torch.float32), 2, rank_activation="relu")
+
+
+@pytest.mark.parametrize("name", RANK_ACTIVATIONS)
+@pytest.mark.parametrize("deviation", [1e-3, 0.3, 1.0, 5.0])
+def test_shrinkage_is_that_of_normal_numbers(name, deviation):
+    z = deviation * torch.randn(400_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = RANK_ACTIVATIONS[name].function(z).norm() / z.norm()
+    assert shrinkage(name, deviation) == pytest.approx(expected.item(), rel=1e-2)
