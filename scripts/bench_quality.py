@@ -4,7 +4,7 @@
     python scripts/bench_quality.py code --lrs 1e-3 3e-3 1e-2 --seeds 0 1 2
     python scripts/bench_quality.py bytes --forms tt --ranks 30 full --like_seconds_of dense
 
-`--help` says what is trained, what is measured and how to read the figures.
+`--help` says what is trained, what is measured and how to read the figures. `quality_pictures.py` draws them.
 """
 
 import argparse
