@@ -7,15 +7,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hf_comera import comera_param_groups, is_comera_model
+from hf_comera import TTMuon, comera_param_groups, is_comera_model
+from hf_comera.optim.tt_muon import COHERENCE
 
 UPDATES = ("adamw", "muon")
 WEIGHT_DECAY = 0.01
-MOMENTUM = 0.95
+MOMENTUM = 0.9  # TTMuon's
 MAX_WARMUP_STEPS = 200
-# Spectral norm of a step over lr * sqrt(rows * columns), as in the library's TTMuon: that of AdamW's steps on
-# gradients of few directions.
-COHERENCE = 0.4
 
 
 def make_optimizers(
@@ -73,8 +71,8 @@ def _split_groups(
     """The library's groups, those that hold compared and other parameters in two."""
     wanted = set(map(id, compared))
     groups = []
-    for group in comera_param_groups(model, other_lr, weight_decay=WEIGHT_DECAY):
-        for rate, is_compared in ((lr, True), (other_lr, False)):
+    for group in comera_param_groups(model, lr, weight_decay=WEIGHT_DECAY):
+        for rate, is_compared in ((group["lr"], True), (other_lr, False)):
             parameters = [parameter for parameter in group["params"] if (id(parameter) in wanted) is is_compared]
             if parameters:
                 groups.append({"params": parameters, "lr": rate, "weight_decay": group["weight_decay"]})
@@ -82,8 +80,6 @@ def _split_groups(
 
 
 def _tensor_train_muon(model: nn.Module, *, lr: float, other_lr: float) -> Optimizer:
-    from hf_comera import TTMuon
-
     optimizer = TTMuon(model, lr, weight_decay=WEIGHT_DECAY)
     for group in optimizer.param_groups:
         if group["group_name"] != "cores":

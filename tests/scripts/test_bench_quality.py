@@ -8,7 +8,6 @@ import torch
 from datasets import Dataset
 
 import bench_quality
-import hf_comera
 from quality_rows import CURVES, ROWS, Results
 
 LABELS = ("entailment", "neutral", "contradiction")
@@ -82,9 +81,7 @@ VARIANTS = [
     ["--rank_activation", "silu"],
     ["--num_factors", "2", "--ranks", "full"],
     ["--form", "dense", "--update", "muon"],
-    pytest.param(
-        ["--update", "muon"], marks=pytest.mark.skipif(not hasattr(hf_comera, "TTMuon"), reason="not in this version")
-    ),
+    ["--update", "muon"],
 ]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
-from hf_comera import ComeraConfig, get_comera_model, plan
+from hf_comera import ComeraConfig, comera_param_groups, get_comera_model, plan
 from quality_updates import COHERENCE, make_optimizers, muon_rate_scale, rate_course, training_bytes
 
 LR, OTHER_LR = 0.5, 0.25
@@ -43,8 +43,9 @@ def test_adamw_gives_cores_their_rate_and_all_else_the_other():
     model = get_comera_model(BertForSequenceClassification, ComeraConfig(rank=4), config=BERT)
     cores = {name: parameter for name, parameter in model.named_parameters() if ".core_" in name}
     found = rates(model, make_optimizers("adamw", model, list(cores.values()), lr=LR, other_lr=OTHER_LR))
-    assert {name for name, rate in found.items() if rate == LR} == set(cores)
-    assert set(found.values()) == {LR, OTHER_LR}
+    derived = {name: group["lr"] for group in comera_param_groups(model, LR) for name in group["names"]}
+    assert {name: found[name] for name in cores} == {name: derived[name] for name in cores}
+    assert {rate for name, rate in found.items() if name not in cores} == {OTHER_LR}
 
 
 def test_muon_takes_matrices_of_linear_layers_and_leaves_embeddings_to_adamw():
