@@ -14,6 +14,7 @@ from hf_comera.hub.model import is_comera_model, merge_and_unload
 from hf_comera.hub.push import push_to_hub
 from hf_comera.hub.quantizer import register
 from hf_comera.optim import TTMuon, comera_param_groups
+from hf_comera.training import ComeraTrainer
 
 register()
 
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ComeraConfig",
+    "ComeraTrainer",
     "CompressionPlan",
     "SizeReport",
     "TTMuon",

@@ -7,6 +7,7 @@ import pytest
 PUBLIC = {
     "hf_comera": {
         "ComeraConfig",
+        "ComeraTrainer",
         "CompressionPlan",
         "SizeReport",
         "TTMuon",
@@ -22,6 +23,7 @@ PUBLIC = {
     },
     "hf_comera.modules": {"TTLinear", "TTMEmbedding", "TensorTrainModule", "TiedEmbedding", "TiedHead"},
     "hf_comera.ops": {"tt_linear", "ttm_lookup", "ttm_project"},
+    "hf_comera.training": {"ComeraTrainer", "ComeraTrainerMixin"},
     "hf_comera.optim": {"TTMuon", "comera_param_groups"},
 }
 

@@ -6,21 +6,26 @@ Started by ``torchrun`` (or alone, as the reference with whole batches) from tes
 import gc
 import json
 import os
+import sys
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_comera import ComeraConfig, comera_param_groups, get_comera_model
+from hf_comera import ComeraConfig, TTMuon, comera_param_groups, get_comera_model
 from tests.architectures import ARCHITECTURES
 
 STEPS, BATCH = 4, 4
+OPTIMIZERS = {
+    "sgd": lambda model: torch.optim.SGD(comera_param_groups(model, lr=0.1, weight_decay=0.0)),
+    "tt_muon": lambda model: TTMuon(model, lr=1e-3),
+}
 
 
 def batches():
-    """The same whole batches in every process."""
+    """The same whole batches in every process, and the same sequences in every batch, so that the loss must fall."""
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(2, 241, (BATCH, 9), generator=generator) for _ in range(STEPS)]
+    return [torch.randint(2, 241, (BATCH, 9), generator=generator)] * STEPS
 
 
 def main():
@@ -34,7 +39,7 @@ def main():
     if world > 1:
         dist.init_process_group("gloo")
         wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(comera_param_groups(model, lr=0.1, weight_decay=0.0))
+    optimizer = OPTIMIZERS[sys.argv[1]](model)
     losses = []
     for ids in batches():
         part = ids.chunk(world)[rank]

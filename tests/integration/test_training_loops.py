@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from hf_comera import ComeraConfig, comera_param_groups, get_comera_model, is_comera_model
+from hf_comera import ComeraConfig, TTMuon, comera_param_groups, get_comera_model, is_comera_model
 from tests.architectures import ARCHITECTURES, every_architecture
 
 # the older name is deprecated in Transformers 5.23, and the only one in 5.17
@@ -106,14 +106,20 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         torch.testing.assert_close(parameter.grad, expected[name], msg=name)
 
 
-def test_accelerate_prepares_trains_saves_and_resumes(tmp_path):
+@pytest.mark.parametrize(
+    "new_optimizer",
+    [lambda model: torch.optim.AdamW(comera_param_groups(model, lr=1e-2)), lambda model: TTMuon(model, lr=1e-2)],
+    ids=["adamw", "tt_muon"],
+)
+def test_accelerate_prepares_trains_saves_and_resumes(new_optimizer, tmp_path):
     architecture = ARCHITECTURES["gpt2"]
 
     def start():
         accelerator = Accelerator(cpu=True)
         model = compressed(architecture).eval()
-        optimizer = torch.optim.AdamW(comera_param_groups(model, lr=1e-2))
-        return accelerator, *accelerator.prepare(model, optimizer, DataLoader(examples(architecture), batch_size=4))
+        return accelerator, *accelerator.prepare(
+            model, new_optimizer(model), DataLoader(examples(architecture), batch_size=4)
+        )
 
     def steps(accelerator, model, optimizer, loader):
         losses = []

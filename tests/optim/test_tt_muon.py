@@ -71,6 +71,24 @@ def test_the_scale_of_the_gradient_does_not_matter():
     torch.testing.assert_close(update_of(layer(), 1e-4 * gradient, steps=3, lr=1e-3), once)
 
 
+@pytest.mark.parametrize(("agree", "expected"), [(True, 1.0), (False, (0.1 / 1.9) ** 0.5)])
+def test_steps_shrink_where_gradients_disagree(agree, expected):
+    module, steps = layer(order=2), 400
+    optimizer = TTMuon(module, lr=1e-9, weight_decay=0.0)
+    optimizer.zero_grad()
+    lengths, generator = [], torch.Generator().manual_seed(0)
+    gradient = torch.randn(20, 12, dtype=torch.float64)
+    for _ in range(steps):
+        before = module.dense().detach()
+        module.zero_grad()
+        if not agree:
+            gradient = torch.randn(20, 12, dtype=torch.float64, generator=generator)
+        (module.dense() * gradient).sum().backward()
+        optimizer.step()
+        lengths.append(torch.linalg.matrix_norm(module.dense().detach() - before, 2).item())
+    assert sum(lengths[100:]) / (steps - 100) / lengths[0] == pytest.approx(expected, rel=0.15)
+
+
 def test_it_descends():
     gradient = torch.randn(20, 12, dtype=torch.float64)
     for order in (1, 2, 3):
@@ -173,6 +191,7 @@ def test_state_has_the_shape_of_the_parameter():
     optimizer.step()
     for core in module.cores():
         assert optimizer.state[core]["momentum_buffer"].shape == core.shape
+        assert all(value.numel() in (1, core.numel()) for value in optimizer.state[core].values())
 
 
 def test_frozen_and_unused_parameters_stay():

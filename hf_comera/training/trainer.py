@@ -1,0 +1,48 @@
+"""``ComeraTrainer``: the Trainer of Transformers with the optimizer that tensor trains need."""
+
+import logging
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from hf_comera.optim import TTMuon
+
+__all__ = ["ComeraTrainer", "ComeraTrainerMixin"]
+
+logger = logging.getLogger(__name__)
+
+
+class ComeraTrainerMixin:
+    """Makes any Trainer create a :class:`hf_comera.TTMuon`: ``class MyTrainer(ComeraTrainerMixin, Seq2SeqTrainer)``.
+
+    ``learning_rate`` (as for the dense model), ``weight_decay``, ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``
+    of the training arguments apply. Any other optimizer that is asked for, by ``optim`` in the arguments, by
+    ``optimizers`` or by ``optimizer_cls_and_kwargs``, is used as in the original.
+    """
+
+    args: TrainingArguments
+    model: Any
+    optimizer: torch.optim.Optimizer | None
+    optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Set up the optimizer, unless there is one."""
+        default = TrainingArguments.__dataclass_fields__["optim"].default
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None and self.args.optim == default:
+            self.optimizer = TTMuon(
+                self.model if model is None else model,
+                self.args.learning_rate,
+                weight_decay=self.args.weight_decay,
+                betas=(self.args.adam_beta1, self.args.adam_beta2),
+                eps=self.args.adam_epsilon,
+            )
+            logger.info("Optimizer: TTMuon at the rate %g of the dense model.", self.args.learning_rate)
+        return super().create_optimizer(model)  # type: ignore[misc, no-any-return]
+
+
+class ComeraTrainer(ComeraTrainerMixin, Trainer):
+    """The Trainer of Transformers; compressed models are trained with :class:`hf_comera.TTMuon`.
+
+    See :class:`ComeraTrainerMixin` for what decides about the optimizer.
+    """
