@@ -8,6 +8,8 @@
 """
 
 import copy
+import statistics
+import time
 from functools import partial
 from types import MappingProxyType
 
@@ -17,7 +19,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
-from hf_comera import ComeraConfig, CompressionPlan, comera_param_groups, get_comera_model, size_report
+from hf_comera import ComeraConfig, CompressionPlan, TTMuon, comera_param_groups, get_comera_model, size_report
 from hf_comera.compress import LayerPlan
 from interleaved_timing import (
     DENSE,
@@ -31,11 +33,12 @@ from interleaved_timing import (
 )
 
 DESCRIPTION = """\
-Forward, backward, fused AdamW and zero_grad of BertForSequenceClassification
+Forward, backward, optimizer and zero_grad of BertForSequenceClassification
 with six layers (hidden size 768, 12 heads, FFN 3072, 30522 tokens, 3 labels) on
 32 x 128 random tokens, in tensor-train form and dense, in turns. Factors and
 ranks are those of the CoMERA paper's experiment on MNLI; they are printed, and
-the parameters counted, first. The dense model is the merged tensor-train one:
+the parameters counted, first. The optimizer is fused AdamW for the dense model
+and TTMuon for the other; --optimizer adamw gives both AdamW. The dense model is the merged tensor-train one:
 both must give equal logits before anything is timed.
 
 On a CPU much of what is left is dropout, whose random numbers torch draws in
@@ -69,13 +72,16 @@ def main() -> None:
     parser = benchmark_parser(DESCRIPTION, rounds=15)
     parser.add_argument("--dropout", type=float, default=0.1, help="of hidden states and attention; default 0.1")
     parser.add_argument(
+        "--optimizer", choices=("tt_muon", "adamw"), default="tt_muon", help="of the tensor train; default tt_muon"
+    )
+    parser.add_argument(
         "--dtype", choices=DTYPES, default="fp32", help="bf16: under autocast, parameters stay fp32; default fp32"
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     models = build_models(args.dropout)
-    comparison = compare(models, args.dtype, args.dropout, args.rounds)
+    comparison = compare(models, args.dtype, args.dropout, args.optimizer, args.rounds)
     title = f"Training step of BERT with six layers, {SEQUENCES} x {LENGTH} tokens"
     report(title, [comparison], save_as=None if args.no_save else "bench_step")
 
@@ -124,7 +130,9 @@ def print_plan(compression: CompressionPlan) -> None:
     Console().print(table)
 
 
-def compare(models: dict[str, PreTrainedModel], dtype: str, dropout: float, rounds: int) -> Comparison:
+def compare(
+    models: dict[str, PreTrainedModel], dtype: str, dropout: float, optimizer_name: str, rounds: int
+) -> Comparison:
     """Time one training step of both models."""
     batch = {
         "input_ids": torch.randint(30522, (SEQUENCES, LENGTH)),
@@ -132,9 +140,10 @@ def compare(models: dict[str, PreTrainedModel], dtype: str, dropout: float, roun
         "labels": torch.randint(3, (SEQUENCES,)),
     }
     candidates, saved_bytes = {}, {}
+    optimizer_s: dict[str, list[float]] = {form: [] for form in models}
     for form, model in models.items():
-        optimizer = torch.optim.AdamW(comera_param_groups(model.train(), 1e-4), lr=1e-4, fused=True)
-        candidates[form] = partial(train_step, model, optimizer, batch, dtype)
+        optimizer = make_optimizer(model.train(), optimizer_name if form == TENSOR_TRAIN else "adamw")
+        candidates[form] = partial(train_step, model, optimizer, batch, dtype, optimizer_s[form])
         saved_bytes[form] = saved_for_backward(partial(compute_loss, model, batch, dtype), model.parameters())
     timings = time_interleaved(candidates, rounds, label="training step")
     extra: dict[str, str | int | float] = {}
@@ -142,8 +151,15 @@ def compare(models: dict[str, PreTrainedModel], dtype: str, dropout: float, roun
         column = form.replace(" ", "_")
         extra[f"{column}_parameters"] = size_report(model).parameters
         extra[f"{column}_tokens_per_s"] = round(SEQUENCES * LENGTH / timings.median(form))
+        extra[f"{column}_optimizer_s"] = round(statistics.median(optimizer_s[form]), 4)
     return Comparison(
-        case={"model": "bert-6x768", "dtype": dtype, "dropout": dropout, "tokens": f"{SEQUENCES}x{LENGTH}"},
+        case={
+            "model": "bert-6x768",
+            "optimizer": optimizer_name,
+            "dtype": dtype,
+            "dropout": dropout,
+            "tokens": f"{SEQUENCES}x{LENGTH}",
+        },
         timings=timings,
         saved_bytes=saved_bytes,
         promised=PROMISED if dtype == "fp32" else None,
@@ -152,10 +168,21 @@ def compare(models: dict[str, PreTrainedModel], dtype: str, dropout: float, roun
     )
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], dtype: str) -> None:
-    """One whole step."""
+def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    """TTMuon, or AdamW with the library's groups."""
+    if name == "tt_muon":
+        return TTMuon(model, 1e-4)
+    return torch.optim.AdamW(comera_param_groups(model, 1e-4), lr=1e-4, fused=True)
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], dtype: str, optimizer_s: list[float]
+) -> None:
+    """One whole step; the seconds of the optimizer are appended to ``optimizer_s``."""
     compute_loss(model, batch, dtype).backward()
+    start = time.perf_counter()
     optimizer.step()
+    optimizer_s.append(time.perf_counter() - start)
     optimizer.zero_grad()
 
 

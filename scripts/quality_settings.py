@@ -96,8 +96,8 @@ def _add_grid(group: argparse._ArgumentGroup) -> None:
         "--update",
         nargs="+",
         choices=UPDATES,
-        default=["adamw"],
-        help="adamw, or muon: TTMuon for tt, torch's Muon with the same bound for dense; default adamw",
+        default=["adamw", "muon"],
+        help="adamw, or muon: TTMuon for tt, torch's Muon with the same bound for dense; default both",
     )
     group.add_argument("--lrs", "--lr", nargs="+", type=positive_float, default=[1e-3, 3e-3], help="default 1e-3 3e-3")
     group.add_argument("--seeds", "--seed", nargs="+", type=int, default=[0], help="weights and batches; default 0")

@@ -9,7 +9,7 @@ from itertools import cycle
 import torch
 from torch import Tensor, nn
 
-from hf_comera import comera_param_groups
+from hf_comera import TTMuon
 from interleaved_timing import DENSE, TENSOR_TRAIN, time_interleaved
 from masked_language import masked_loss
 
@@ -57,7 +57,7 @@ def _stepper(
     model: nn.Module, batches: list[dict[str, Tensor]], autocast: Callable[[], AbstractContextManager]
 ) -> Callable[[], None]:
     """A function that does one training step on the next batch."""
-    optimizer = torch.optim.AdamW(comera_param_groups(model.train(), 1e-4), lr=1e-4, fused=True)
+    optimizer = TTMuon(model.train(), 1e-4)  # of the dense twin: AdamW
     device = next(model.parameters()).device
     queue = cycle([{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches])
 

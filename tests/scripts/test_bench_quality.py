@@ -47,7 +47,20 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def arguments(tmp_path):
-    return ["--widths", "16", "--lr", "1e-3", "--ranks", "4", "--threads", "1", "--results_dir", str(tmp_path)]
+    return [
+        "--widths",
+        "16",
+        "--update",
+        "adamw",
+        "--lr",
+        "1e-3",
+        "--ranks",
+        "4",
+        "--threads",
+        "1",
+        "--results_dir",
+        str(tmp_path),
+    ]
 
 
 def files(task, data):

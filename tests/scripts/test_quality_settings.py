@@ -28,7 +28,21 @@ def test_numbers_must_be_positive(options, capsys):
 
 
 def test_every_combination_is_a_run_and_dense_ones_have_no_rank():
-    options = ["--ranks", "8", "full", "--lrs", "1e-3", "1e-2", "--seeds", "0", "1", "--rank_activation", "silu"]
+    options = [
+        "--update",
+        "adamw",
+        "--ranks",
+        "8",
+        "full",
+        "--lrs",
+        "1e-3",
+        "1e-2",
+        "--seeds",
+        "0",
+        "1",
+        "--rank_activation",
+        "silu",
+    ]
     runs = grid(parse_settings(options), "text", 10)
     assert [run.form for run in runs] == ["dense"] * 4 + ["tt"] * 8
     assert {(run.rank, run.num_factors, run.rank_activation) for run in runs[:4]} == {("", "", "")}
@@ -37,7 +51,19 @@ def test_every_combination_is_a_run_and_dense_ones_have_no_rank():
 
 
 def test_dense_runs_with_the_bytes_of_a_twin_have_its_rank():
-    options = ["--ranks", "8", "16", "--lrs", "1e-3", "--like_bytes_of", "tt", "--like_seconds_of", "dense"]
+    options = [
+        "--update",
+        "adamw",
+        "--ranks",
+        "8",
+        "16",
+        "--lrs",
+        "1e-3",
+        "--like_bytes_of",
+        "tt",
+        "--like_seconds_of",
+        "dense",
+    ]
     runs = grid(parse_settings(options), "text", 10)
     assert [(run.form, run.rank, run.budget) for run in runs] == [
         ("dense", "8", "bytes of tt"),
