@@ -1,5 +1,7 @@
 """hf_comera/tt/cores.py: chains agree with multiplying out, gradients with autograd, draws have the asked size."""
 
+import math
+
 import pytest
 import torch
 
@@ -65,3 +67,28 @@ def test_draws_have_exactly_the_asked_root_mean_square(rank, std):
 def test_norm_agrees_with_the_dense_tensor():
     cores = random_cores((3, 4), (5, 2), 3)
     assert train_norm(cores) == pytest.approx(multiply_out(cores).norm().item(), rel=1e-12)
+
+
+DRAWS = [((8, 6), (6, 8), 5, None), ((4, 3, 5), (3, 5, 4), 7, None), ((24,), (30,), 8, None), ((6, 4), (20,), 8, 2)]
+
+
+@pytest.mark.parametrize(("in_factors", "out_factors", "rank", "num_left"), DRAWS)
+def test_draws_have_a_flat_spectrum(in_factors, out_factors, rank, num_left):
+    cores = [core.detach() for core in random_cores(in_factors, out_factors, rank)]
+    draw_cores(cores, 0.02, num_left)
+    rows = math.prod(in_factors)
+    values = torch.linalg.svdvals(multiply_out(cores).reshape(rows, -1))[:rank]
+    torch.testing.assert_close(values, values.mean().expand(rank))
+
+
+@pytest.mark.parametrize(("in_factors", "out_factors", "rank", "num_left"), DRAWS)
+def test_draws_give_all_cores_gradients_of_one_size(in_factors, out_factors, rank, num_left):
+    torch.manual_seed(0)
+    cores = random_cores(in_factors, out_factors, rank)
+    draw_cores([core.data for core in cores], 0.02, num_left)
+    matrix = multiply_out(cores)
+    squares = torch.zeros(len(cores), dtype=torch.float64)
+    for _ in range(30):
+        gradients = torch.autograd.grad(matrix, cores, torch.randn_like(matrix), retain_graph=True)
+        squares += torch.stack([gradient.square().mean() for gradient in gradients])
+    assert squares.max() < 2 * squares.min()
