@@ -22,6 +22,9 @@ Seen on linear layers of a small GPT-2 and a small RoBERTa: 0.5 to 0.9 in the fi
 0.2, as gradients agree less; the steps here fall with their certainty to about the same.
 """
 
+SUMS = frozenset({"square_norm", "weight"})
+"""State of a core that stays float32: weighted sums over the steps of its gradients' squared norms, and of ones."""
+
 
 class _Train(NamedTuple):
     """The cores of one layer; the first ``num_left`` have their middle bond on the right."""
@@ -103,6 +106,15 @@ class TTMuon(torch.optim.Optimizer):
             else:
                 self._step_trains(group)
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``state_dict``, exactly."""
+        super().load_state_dict(state_dict)
+        # torch gives all state the dtype of its parameter, which would round the sums of a bfloat16 core
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, saved in state_dict["state"].items():
+            for key in SUMS & saved.keys():
+                self.state[parameters[index]][key] = saved[key].to(parameters[index].device, copy=True)
 
     def _step_trains(self, group: dict[str, Any]) -> None:
         families: dict[tuple[Any, ...], list[_Train]] = {}

@@ -159,11 +159,12 @@ def test_every_architecture_trains(architecture):
     assert losses[-1] < losses[0]
 
 
-def trained(steps, resume=None):
+def trained(steps, resume=None, dtype=torch.float32):
     """A model after ``steps`` steps, and its optimizer's state in the middle."""
     architecture = ARCHITECTURES["gpt2"]
     torch.manual_seed(0)
-    model = get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config()).eval()
+    model = get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config())
+    model = model.to(dtype).eval()
     optimizer, start = TTMuon(model, lr=1e-3), 0
     if resume is not None:
         start = resume["step"]
@@ -177,10 +178,11 @@ def trained(steps, resume=None):
     return {"step": steps, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def test_resuming_is_bit_exact(tmp_path):
-    torch.save(trained(3), tmp_path / "half.pt")
-    resumed = trained(6, resume=torch.load(tmp_path / "half.pt", weights_only=True))
-    for name, value in trained(6)["model"].items():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resuming_is_bit_exact(dtype, tmp_path):
+    torch.save(trained(3, dtype=dtype), tmp_path / "half.pt")
+    resumed = trained(6, resume=torch.load(tmp_path / "half.pt", weights_only=True), dtype=dtype)
+    for name, value in trained(6, dtype=dtype)["model"].items():
         assert torch.equal(value, resumed["model"][name])
 
 
