@@ -35,7 +35,7 @@ class _Train(NamedTuple):
     def key(self) -> tuple[Any, ...]:
         """Equal for trains that can be stepped together."""
         has_gradient = tuple(core.grad is not None for core in self.cores)
-        shapes = tuple(_three_axes(core).shape for core in self.cores)
+        shapes = tuple(core.shape for core in self.cores)
         return shapes, has_gradient, self.num_left, self.cores[0].dtype, self.cores[0].device
 
 
@@ -136,7 +136,7 @@ class TTMuon(torch.optim.Optimizer):
         bound = group["lr"] * COHERENCE * math.sqrt(rows * columns)
         kept = 1 - group["lr"] * group["weight_decay"] / len(stacked)
         for place in places:
-            cores: list[Tensor] = [train.cores[place].data for train in trains]
+            cores = [train.cores[place] for train in trains]
             torch._foreach_mul_(cores, kept)
             if place in steps:
                 step = steps[place] * self._certainty(trains, place)
