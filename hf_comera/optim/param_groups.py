@@ -8,7 +8,7 @@ from torch import nn
 from hf_comera.modules import TensorTrainModule
 from hf_comera.tt.tangent import interface_norms
 
-__all__ = ["check_rate_and_decay", "comera_param_groups", "other_param_groups", "tensor_train_modules"]
+__all__ = ["check_rate_and_decay", "check_whole", "comera_param_groups", "other_param_groups", "tensor_train_modules"]
 
 GRID = 1.25
 """Rates of cores are rounded to powers of this, so that layers of equal shapes share a group."""
@@ -29,7 +29,8 @@ def comera_param_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.
     so that layers of equal shapes share groups. Weight decay shrinks the implied matrix as it would the dense one: of
     K cores each has a K-th of it, over its own rate. Biases and norms are not decayed.
 
-    :class:`hf_comera.TTMuon` follows the norms while they change, and learns faster; this is for other optimizers.
+    :class:`hf_comera.TTMuon` follows the norms while they change, and learned more wherever both were measured
+    (docs/learning.md); this is for other optimizers.
 
     Args:
         model: A model, compressed or not.
@@ -41,7 +42,8 @@ def comera_param_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.
         parameter is in exactly one.
 
     Raises:
-        ValueError: If a rate is not positive, the decay negative, or the cores have no values yet (meta device).
+        ValueError: If a rate is not positive, the decay negative, the cores have no values yet (meta device), are
+            sharded, or belong to two layers.
 
     Source:
         Rates per factor of structured matrices: Qiu et al., arXiv:2406.06248; bounding the step of the product:
@@ -49,6 +51,7 @@ def comera_param_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.
     """
     check_rate_and_decay(lr, weight_decay)
     groups: dict[tuple[float, float], dict[str, Any]] = {}
+    check_whole(tensor_train_modules(model))
     for name, module in tensor_train_modules(model).items():
         cores, rates = module.cores(), core_rates(name, module, lr)
         for place, (core, rate) in enumerate(zip(cores, rates, strict=True)):
@@ -89,6 +92,27 @@ def core_rates(name: str, module: TensorTrainModule, lr: float) -> list[float]:
         largest_step / (stretch * math.sqrt(core.numel())) if stretch > 0 else lr  # behind a core that is zero
         for core, stretch in zip(cores, stretches, strict=True)
     ]
+
+
+def check_whole(layers: dict[str, TensorTrainModule]) -> None:
+    """Refuse cores that are sharded or belong to two layers.
+
+    Raises:
+        ValueError: If there is such a core.
+    """
+    owners: dict[int, str] = {}
+    for name, layer in layers.items():
+        for core in layer.cores():
+            if hasattr(core, "placements"):
+                raise ValueError(
+                    f"The cores of {name!r} are sharded (DTensor), but the norms of whole ones are needed. Use DDP, "
+                    "which tensor trains are small enough for, or make the groups before sharding."
+                )
+            if owners.setdefault(id(core), name) != name:
+                raise ValueError(
+                    f"{owners[id(core)]!r} and {name!r} share a core. Share the whole layer instead: register one "
+                    "module under both names."
+                )
 
 
 def tensor_train_modules(model: nn.Module) -> dict[str, TensorTrainModule]:

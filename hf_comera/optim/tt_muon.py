@@ -1,7 +1,8 @@
 """``TTMuon``: orthogonalised momentum for the cores of tensor trains, AdamW for everything else."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from hf_comera.modules import TTLinear
 from hf_comera.optim.orthogonalize import orthogonalize
-from hf_comera.optim.param_groups import check_rate_and_decay, other_param_groups, tensor_train_modules
+from hf_comera.optim.param_groups import check_rate_and_decay, check_whole, other_param_groups, tensor_train_modules
 from hf_comera.tt.tangent import interface_factors, remove_gauge, to_core, to_orthogonal_gauge
 
 __all__ = ["COHERENCE", "TTMuon"]
@@ -22,21 +23,20 @@ Seen on linear layers of a small GPT-2 and a small RoBERTa: 0.5 to 0.9 in the fi
 0.2, as gradients agree less; the steps here fall with their certainty to about the same.
 """
 
-SUMS = frozenset({"square_norm", "weight"})
-"""State of a core that stays float32: weighted sums over the steps of its gradients' squared norms, and of ones."""
-
 
 class _Train(NamedTuple):
-    """The cores of one layer; the first ``num_left`` have their middle bond on the right."""
+    """The cores of one layer; the first ``num_left`` have the middle bond on their right."""
 
     cores: list[nn.Parameter]
     num_left: int
+    entries: int
+    """Of the implied matrix."""
 
     def key(self) -> tuple[Any, ...]:
         """Equal for trains that can be stepped together."""
         has_gradient = tuple(core.grad is not None for core in self.cores)
         shapes = tuple(core.shape for core in self.cores)
-        return shapes, has_gradient, self.num_left, self.cores[0].dtype, self.cores[0].device
+        return shapes, has_gradient, self.num_left, self.entries, self.cores[0].dtype, self.cores[0].device
 
 
 class TTMuon(torch.optim.Optimizer):
@@ -44,18 +44,19 @@ class TTMuon(torch.optim.Optimizer):
 
     For every core, the momentum of its gradient is moved into the orthogonal gauge (where a step on the core is an
     equal step on the matrix), freed of what a neighbour does as well, and orthogonalised; so every direction that the
-    core can give the matrix gets an equal step. Of m cores that move, each moves the implied matrix by
-    ``certainty * lr * COHERENCE * sqrt(rows * columns / m)`` in spectral norm, to the accuracy of the iteration (0.7
-    to 1.2), whatever the ranks and the scale between the cores; their steps are orthogonal to each other, so norms add
-    up as squares. The certainty of a core is the norm of its momentum over the root of the equally weighted mean of
-    its gradients' squared norms: 1 where all agree, 0.23 where they are noise (at momentum 0.9). AdamW's steps shrink
-    in the same way. Weight decay shrinks the implied matrix by ``1 - lr * weight_decay``. Parameters that are no cores
-    are trained by ``torch``'s AdamW.
+    core can give the matrix gets an equal step. Of m cores that move, each has a step of spectral norm
+    ``certainty * lr * COHERENCE * sqrt(rows * columns / m)`` in that gauge at its own bond, to the accuracy of the
+    iteration (0.7 to 1.2); the steps of different cores are orthogonal, but for the two at the middle. The certainty
+    of a core is the norm of the mean of its last gradients over the mean of their norms: 1 where all agree, 0.23 where
+    they are noise (at momentum 0.9). AdamW's steps shrink in the same way.
 
-    The result does not depend on how the gradients are scaled.
+    Neither the scale of the gradients nor, up to damping, scale and basis between the cores matter to the steps of
+    cores. Weight decay shrinks the implied matrix by ``1 - lr * weight_decay``. Parameters that are no cores are
+    trained by ``torch``'s AdamW.
 
     Args:
-        model: The model to train; layers in tensor-train form are found in it. Frozen parameters are left out.
+        model: The model to train; layers in tensor-train form are found in it. Freeze before making the optimizer:
+            layers without a trainable core are left out. Cores must be whole, as under DDP, not sharded.
         lr: Learning rate, as for AdamW on the dense model.
         weight_decay: Decoupled weight decay of (implied) matrices; biases and norms have none.
         momentum: Of the cores' gradients, in Nesterov's form.
@@ -63,7 +64,7 @@ class TTMuon(torch.optim.Optimizer):
         eps: AdamW's.
 
     Raises:
-        ValueError: If a setting is out of range or nothing is trainable.
+        ValueError: If a setting is out of range, nothing is trainable, or a core is sharded or belongs to two layers.
 
     Source:
         Orthogonalised momentum: Jordan et al., "Muon", 2024. Bound by the other factors' norms: Spectron,
@@ -87,7 +88,9 @@ class TTMuon(torch.optim.Optimizer):
         groups = _train_groups(model, lr, weight_decay) + other_param_groups(model, lr, weight_decay)
         if not groups:
             raise ValueError("No parameter of the model requires a gradient. Unfreeze what is to be trained.")
-        super().__init__(groups, {"momentum": momentum, "betas": betas, "eps": eps, "trains": None})
+        # fused: where torch looks for the device that AdamW's step counts belong on when it loads a state
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
+        super().__init__(groups, {**defaults, "fused": True, "trains": None})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -100,27 +103,19 @@ class TTMuon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            if group["trains"] is None:
-                self._step_others(group)
-            else:
-                self._step_trains(group)
+        with _exact_products(self.param_groups[0]["params"][0].device.type):
+            for group in self.param_groups:
+                if group["trains"] is None:
+                    self._step_others(group)
+                else:
+                    self._step_trains(group)
         return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict``, exactly."""
-        super().load_state_dict(state_dict)
-        # torch gives all state the dtype of its parameter, which would round the sums of a bfloat16 core
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, saved in state_dict["state"].items():
-            for key in SUMS & saved.keys():
-                self.state[parameters[index]][key] = saved[key].to(parameters[index].device, copy=True)
 
     def _step_trains(self, group: dict[str, Any]) -> None:
         families: dict[tuple[Any, ...], list[_Train]] = {}
         cores = iter(group["params"])
-        for num_cores, num_left in group["trains"]:
-            train = _Train([next(cores) for _ in range(num_cores)], num_left)
+        for num_cores, num_left, entries in group["trains"]:
+            train = _Train([next(cores) for _ in range(num_cores)], num_left, entries)
             if any(core.grad is not None for core in train.cores):
                 families.setdefault(train.key(), []).append(train)
         for trains in families.values():
@@ -132,14 +127,13 @@ class TTMuon(torch.optim.Optimizer):
         stacked = [_stack([train.cores[place] for train in trains]) for place in range(len(trains[0].cores))]
         momenta = {place: self._momentum([train.cores[place] for train in trains], group) for place in places}
         steps = _orthogonal_steps(stacked, momenta, trains[0].num_left)
-        rows, columns = _matrix_shape(trains[0])
-        bound = group["lr"] * COHERENCE * math.sqrt(rows * columns)
-        kept = 1 - group["lr"] * group["weight_decay"] / len(stacked)
+        bound = group["lr"] * COHERENCE * math.sqrt(trains[0].entries)
+        kept = 1 - group["lr"] * group["weight_decay"] / len(places)
         for place in places:
             cores = [train.cores[place] for train in trains]
             torch._foreach_mul_(cores, kept)
             if place in steps:
-                step = steps[place] * self._certainty(trains, place)
+                step = steps[place] * self._certainty([train.cores[place] for train in trains])
                 parts = [part.view_as(core).to(core.dtype) for part, core in zip(step, cores, strict=True)]
                 torch._foreach_add_(cores, parts, alpha=-bound)
 
@@ -147,31 +141,24 @@ class TTMuon(torch.optim.Optimizer):
         """Advance the momentum of ``cores`` and look ahead along it; one stacked tensor."""
         for core in cores:
             if core not in self.state:
-                none = torch.zeros((), dtype=torch.float32, device=core.device)
-                self.state[core] = {
-                    "momentum_buffer": torch.zeros_like(core, memory_format=torch.preserve_format),
-                    "square_norm": none,
-                    "weight": none.clone(),
-                }
+                buffer = torch.zeros_like(core, memory_format=torch.preserve_format)
+                self.state[core] = {"momentum_buffer": buffer, "mean_norm": core.new_zeros(())}
         states, gradients = [self.state[core] for core in cores], [core.grad for core in cores]
-        buffers = [state["momentum_buffer"] for state in states]
+        buffers, means = ([state[key] for state in states] for key in ("momentum_buffer", "mean_norm"))
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        squares = [norm.float().square() for norm in torch._foreach_norm(gradients)]
-        torch._foreach_lerp_([state["square_norm"] for state in states], squares, 1 - group["momentum"])
-        ones = [torch.ones_like(square) for square in squares]
-        torch._foreach_lerp_([state["weight"] for state in states], ones, 1 - group["momentum"])
+        torch._foreach_lerp_(means, torch._foreach_norm(gradients), 1 - group["momentum"])
         return torch.lerp(_stack(gradients), _stack(buffers), group["momentum"])
 
-    def _certainty(self, trains: list[_Train], place: int) -> Tensor:
-        """How far the last gradients of a core agree, of every train: ``(trains, 1, 1, 1)`` in (0, 1].
+    def _certainty(self, cores: list[nn.Parameter]) -> Tensor:
+        """How far the last gradients of each core agree, ``(cores, 1, 1, 1)`` from 0 to 1.
 
-        Norm of the mean over root of the mean square norm; both are sums whose weights add up to ``weight``.
+        The norm of their mean over the mean of their norms; both began at zero, so they are too small alike.
         """
-        states = [self.state[train.cores[place]] for train in trains]
-        mean = torch.stack(torch._foreach_norm([state["momentum_buffer"] for state in states])).float()
-        squares, weights = (torch.stack([state[key] for state in states]) for key in ("square_norm", "weight"))
-        tiny = torch.finfo(squares.dtype).tiny
-        return (mean / (squares * weights).sqrt().clamp_min(tiny)).view(-1, 1, 1, 1)
+        states = [self.state[core] for core in cores]
+        norms = torch._foreach_norm([state["momentum_buffer"] for state in states])
+        means = torch.stack([state["mean_norm"] for state in states])
+        certainty = torch.stack(norms) / means.clamp_min(torch.finfo(means.dtype).tiny)
+        return certainty.float().clamp_max(1.0).view(-1, 1, 1, 1)
 
     def _step_others(self, group: dict[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -209,43 +196,57 @@ def _train_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict
     }
     if not layers:
         return []
+    check_whole(layers)
     group: dict[str, Any] = {"params": [], "names": [], "trains": [], "group_name": "cores"}
     for name, layer in layers.items():
         group["params"] += layer.cores()
         group["names"] += [f"{name}.core_{place}".removeprefix(".") for place in range(layer.num_cores)]
         num_left = len(layer.in_factors) if isinstance(layer, TTLinear) else layer.num_cores // 2
-        group["trains"].append((layer.num_cores, num_left))
+        group["trains"].append((layer.num_cores, num_left, math.prod(layer.weight_shape())))
     return [{**group, "lr": lr, "weight_decay": weight_decay}]
+
+
+@contextmanager
+def _exact_products(device_type: str) -> Iterator[None]:
+    """Float32 products as such: Gram matrices square the condition, and TF32 or autocast would show in the steps."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device_type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def _orthogonal_steps(cores: list[Tensor], momenta: dict[int, Tensor], num_left: int) -> dict[int, Tensor]:
     """Steps of all cores that together move the implied matrix by about one in spectral norm.
 
+    What a neighbour towards the middle can do as well is left to it, if it has a gradient.
+
     Shape:
         cores and momenta ``(trains, r_{k-1}, n_k, r_k)`` -> the same; cores that only mix ranks have no step.
     """
     left, right = interface_factors(cores)
-    moving = [place for place in momenta if not _only_mixes_ranks(cores[place], place, num_left, len(cores))]
     steps = {}
-    for place in moving:
-        before, behind = left[place], right[place + 1]
-        step = to_orthogonal_gauge(momenta[place], before, behind)
+    for place, momentum in momenta.items():
         on_left = place < num_left
-        if on_left and place != num_left - 1:
-            step = remove_gauge(step, cores[place], before, left[place + 1], on_left=True)
-        elif not on_left and place != num_left:
-            step = remove_gauge(step, cores[place], behind, right[place], on_left=False)
+        inner = place + 1 if on_left else place - 1
+        shared = (inner < num_left) == on_left and inner in momenta  # the two at the middle keep what both can do
+        if shared and _only_mixes_ranks(cores[place], on_left):
+            continue
+        before, behind = left[place], right[place + 1]
+        step = to_orthogonal_gauge(momentum, before, behind)
+        if shared:
+            step = remove_gauge(step, cores[place], before if on_left else behind, on_left=on_left)
         unfolding = step.flatten(-3, -2) if on_left else step.flatten(-2)
-        steps[place] = to_core(orthogonalize(unfolding).view_as(step), before, behind) / math.sqrt(len(moving))
-    return steps
+        steps[place] = to_core(orthogonalize(unfolding).view_as(step), before, behind)
+    return {place: step / math.sqrt(len(steps)) for place, step in steps.items()}
 
 
-def _only_mixes_ranks(core: Tensor, place: int, num_left: int, num_cores: int) -> bool:
+def _only_mixes_ranks(core: Tensor, on_left: bool) -> bool:
     """Whether the neighbour towards the middle can do all that this core can: its unfolding is square."""
     *_, rank_before, factor, rank_behind = core.shape
-    if place in (num_left - 1, num_left):
-        return False
-    return rank_before * factor <= rank_behind if place < num_left else factor * rank_behind <= rank_before
+    return rank_before * factor <= rank_behind if on_left else factor * rank_behind <= rank_before
 
 
 def _three_axes(core: Tensor) -> Tensor:
@@ -257,12 +258,3 @@ def _stack(cores: list[Any]) -> Tensor:
     """``(trains, left rank, factor, right rank)`` in float32 or float64."""
     stacked = torch.stack([_three_axes(core) for core in cores])
     return stacked if stacked.dtype == torch.float64 else stacked.float()
-
-
-def _matrix_shape(train: _Train) -> tuple[int, int]:
-    """Rows and columns of the implied matrix, padding included."""
-    first = train.cores[0]
-    if first.ndim == 4:  # a TTM core carries a factor of both
-        return math.prod(core.shape[1] for core in train.cores), math.prod(core.shape[2] for core in train.cores)
-    factors = [core.shape[1] for core in train.cores]
-    return math.prod(factors[: train.num_left]), math.prod(factors[train.num_left :])

@@ -16,9 +16,10 @@ logger = logging.getLogger(__name__)
 class ComeraTrainerMixin:
     """Makes any Trainer create a :class:`hf_comera.TTMuon`: ``class MyTrainer(ComeraTrainerMixin, Seq2SeqTrainer)``.
 
-    ``learning_rate`` (as for the dense model), ``weight_decay``, ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``
-    of the training arguments apply. Any other optimizer that is asked for, by ``optim`` in the arguments, by
-    ``optimizers`` or by ``optimizer_cls_and_kwargs``, is used as in the original.
+    ``learning_rate`` (as for the dense model) and ``weight_decay`` of the training arguments apply, and for what is no
+    core ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``. Any other optimizer that is asked for, by ``optim`` in
+    the arguments, by ``optimizers`` or by ``optimizer_cls_and_kwargs``, is used as in the original. ``optim`` at its
+    default cannot be told from one that was left out: for that very AdamW, pass ``optimizer_cls_and_kwargs``.
     """
 
     args: TrainingArguments
@@ -37,7 +38,10 @@ class ComeraTrainerMixin:
                 betas=(self.args.adam_beta1, self.args.adam_beta2),
                 eps=self.args.adam_epsilon,
             )
-            logger.info("Optimizer: TTMuon at the rate %g of the dense model.", self.args.learning_rate)
+            logger.info(
+                "Optimizer: TTMuon at learning rate %g. For another one set optim or optimizer_cls_and_kwargs.",
+                self.args.learning_rate,
+            )
         return super().create_optimizer(model)  # type: ignore[misc, no-any-return]
 
 

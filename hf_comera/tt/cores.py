@@ -114,13 +114,14 @@ def draw_cores(cores: Sequence[Tensor], std: float, num_left: int | None = None)
     """Fill ``cores`` in place with a random train of the flattest spectrum and entries of deviation ``std``.
 
     The cores on the left of the middle bond get orthonormal columns, those on its right orthonormal rows, so every
-    singular value at the middle is the same: no rank starts weaker than another, and the condition of the train does
-    not worsen with its length, as that of a product of normal draws does. One factor, the same for all cores, then
-    gives the implied matrix the norm of a dense draw; a step on any core is then an equally large step on the matrix.
+    singular value at the middle is the same: no rank starts weaker than another. (Where a rank exceeds factor times
+    neighbouring rank, as only uneven ranks given by hand do, not quite.) The condition of the train does not worsen
+    with its length, as that of a product of normal draws does. One factor, the same for all cores, then gives the
+    implied matrix the norm of a dense draw, so that gradients of all cores are about equal.
 
     Args:
         cores: Parameters to fill; meta tensors are left alone.
-        std: Root mean square of the entries of the implied matrix, exactly.
+        std: Root mean square of the entries of the implied matrix, exact up to rounding.
         num_left: Cores on the left of the middle bond; default half of them.
 
     Source:

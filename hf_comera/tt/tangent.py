@@ -72,17 +72,17 @@ def to_core(step: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(right, rows, upper=False, left=False).view_as(step)
 
 
-def remove_gauge(gradient: Tensor, core: Tensor, outer: Tensor, inner: Tensor, *, on_left: bool) -> Tensor:
+def remove_gauge(gradient: Tensor, core: Tensor, outer: Tensor, *, on_left: bool) -> Tensor:
     """Take out of a core's gradient what the neighbour towards the middle can do as well.
 
     What only mixes the ranks of the bond towards the middle, ``core -> core X``, the next core can take over: both
-    would move the matrix in the same direction. Without that part the directions of all cores are orthogonal.
+    would move the matrix in the same direction. Without that part the directions of all cores are orthogonal, but for
+    the two at the middle, which overlap.
 
     Args:
         gradient: In the orthogonal gauge, ``(..., r_{k-1}, n_k, r_k)``.
         core: The core itself, same shape.
         outer: Factor of the interface on the outer side of the core.
-        inner: Factor of outer interface and core together, at the bond towards the middle.
         on_left: Whether the middle of the train is to the right.
 
     Source:
@@ -92,10 +92,11 @@ def remove_gauge(gradient: Tensor, core: Tensor, outer: Tensor, inner: Tensor, *
     if on_left:
         frame = (outer.mT @ core.flatten(-2)).view_as(core).flatten(-3, -2)
         rows = gradient.flatten(-3, -2)
-        return (rows - frame @ torch.cholesky_solve(frame.mT @ rows, inner)).view_as(gradient)
+        return (rows - frame @ torch.cholesky_solve(frame.mT @ rows, _cholesky(frame.mT @ frame))).view_as(gradient)
     frame = (core.flatten(-3, -2) @ outer).view_as(core).flatten(-2)
     columns = gradient.flatten(-2)
-    return (columns - torch.cholesky_solve(frame @ columns.mT, inner).mT @ frame).view_as(gradient)
+    mixed = torch.cholesky_solve(frame @ columns.mT, _cholesky(frame @ frame.mT))
+    return (columns - mixed.mT @ frame).view_as(gradient)
 
 
 def _interface_grams(cores: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -213,6 +213,89 @@ def test_frozen_and_unused_parameters_stay():
     assert changed == {"0.core_0", "0.core_2", "0.core_3", "0.bias"}
 
 
+@pytest.mark.parametrize("trainable", [["core_0"], ["core_1"], ["core_0", "core_5"], ["core_3", "core_4"]], ids=str)
+def test_a_core_moves_although_its_neighbours_are_frozen(trainable):
+    torch.manual_seed(0)
+    module = TTLinear(48, 60, in_factors=[4, 4, 3], out_factors=[3, 4, 5], ranks=6).requires_grad_(False)
+    cores = {name: getattr(module, name).requires_grad_(True) for name in trainable}
+    before = {name: core.detach().clone() for name, core in cores.items()}
+    dense = module.dense().detach()
+    module(torch.randn(8, 48)).square().sum().backward()
+    TTMuon(module, lr=1e-3, weight_decay=0.0).step()
+    assert not any(torch.equal(core, before[name]) for name, core in cores.items())
+    for core in cores.values():
+        core.grad = torch.zeros_like(core)
+    moved = module.dense().detach()
+    assert not torch.equal(moved, dense)
+    TTMuon(module, lr=0.1, weight_decay=0.1).step()
+    torch.testing.assert_close(module.dense(), moved * (1 - 0.1 * 0.1), rtol=1e-4, atol=1e-7)
+
+
+def test_distributed_checkpoints_round_trip():
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    def stepped():
+        torch.manual_seed(0)
+        module = TTLinear(12, 20, ranks=4)
+        optimizer = TTMuon(module)
+        module(torch.ones(3, 12)).sum().backward()
+        optimizer.step()
+        return module, optimizer
+
+    (module, optimizer), (other, fresh) = stepped(), stepped()
+    set_optimizer_state_dict(other, fresh, get_optimizer_state_dict(module, optimizer))
+    for core, copied in zip(module.parameters(), other.parameters(), strict=True):
+        for key, value in optimizer.state[core].items():
+            assert torch.equal(value, fresh.state[copied][key])
+
+
+def test_loading_moves_step_counts_to_the_parameters():
+    module = layer()
+    optimizer = TTMuon(module)
+    module(torch.ones(1, 12, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    steps = [entry for entry in state["state"].values() if "step" in entry]
+    for entry in steps:
+        entry["step"] = entry["step"].to(torch.float64)
+    assert steps
+    optimizer.load_state_dict(state)
+    assert {entry["step"].dtype for entry in optimizer.state.values() if "step" in entry} == {torch.float32}
+
+
+def test_autocast_and_reduced_precision_do_not_reach_the_steps():
+    def stepped(precision, autocast):
+        torch.manual_seed(0)
+        module = TTLinear(48, 60, ranks=8)
+        module(torch.randn(8, 48)).square().sum().backward()
+        torch.set_float32_matmul_precision(precision)
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                TTMuon(module, lr=1e-2).step()
+            assert torch.get_float32_matmul_precision() == precision
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        return module.dense()
+
+    assert torch.equal(stepped("medium", True), stepped("highest", False))
+
+
+def test_shared_cores_are_an_error():
+    model = nn.ModuleList([TTLinear(12, 20), TTLinear(12, 20)])
+    model[1].core_2 = model[0].core_2
+    with pytest.raises(ValueError, match="'0' and '1' share a core"):
+        TTMuon(model)
+
+
+def test_a_group_added_later_has_all_settings():
+    optimizer, late = TTMuon(layer(), lr=0.1), nn.Linear(3, 3)
+    optimizer.add_param_group({"params": list(late.parameters())})
+    before = late.weight.detach().clone()
+    late(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(late.weight, before)
+
+
 def test_bfloat16_weights():
     module = TTLinear(12, 20, ranks=4, dtype=torch.bfloat16)
     before = module.dense().detach().clone()

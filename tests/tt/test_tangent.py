@@ -66,9 +66,9 @@ def test_without_the_gauge_the_steps_of_all_cores_are_orthogonal(in_factors, out
     for place, core in enumerate(cores):
         gradient = to_orthogonal_gauge(torch.randn_like(core), left[place], right[place + 1])
         if place < num_left - 1:
-            gradient = remove_gauge(gradient, core, left[place], left[place + 1], on_left=True)
+            gradient = remove_gauge(gradient, core, left[place], on_left=True)
         elif place > num_left:
-            gradient = remove_gauge(gradient, core, right[place + 1], right[place], on_left=False)
+            gradient = remove_gauge(gradient, core, right[place + 1], on_left=False)
         changes.append(moved(cores, place, to_core(gradient, left[place], right[place + 1])).flatten())
     overlap = torch.stack(changes) @ torch.stack(changes).T
     middle = {(num_left - 1, num_left), (num_left, num_left - 1)}  # these two meet at the same bond
