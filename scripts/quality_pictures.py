@@ -89,14 +89,17 @@ def panels(curves: Curves) -> dict[str, Callable[["Axes", Variant], None]]:
 
 
 def draw_picture(path: Path, by_task: dict[str, list[Variant]], draw: Callable[["Axes", Variant], None]) -> None:
-    """One panel a task, side by side."""
+    """One panel a task, side by side; a variant has the same colour in all of them."""
     from matplotlib import pyplot
 
+    palette = pyplot.get_cmap("tab20").colors
+    labels = sorted({variant.label for found in by_task.values() for variant in found})
     figure, row = pyplot.subplots(
         1, len(by_task), figsize=(6 * len(by_task), 4.5), squeeze=False, layout="constrained"
     )
     for axes, (task, found) in zip(row[0], by_task.items(), strict=True):
         for variant in found:
+            axes.set_prop_cycle(color=[palette[labels.index(variant.label) % len(palette)]])
             draw(axes, variant)
         axes.set(title=f"task {task}", ylabel=LOSS)
         axes.ticklabel_format(axis="y", useOffset=False)
