@@ -3,9 +3,11 @@
 from hf_comera.compress import (
     ComeraConfig,
     CompressionPlan,
+    RankReport,
     SizeReport,
     plan,
     print_trainable_parameters,
+    rank_report,
     size_report,
 )
 from hf_comera.hub.build import get_comera_model
@@ -14,18 +16,23 @@ from hf_comera.hub.model import is_comera_model, merge_and_unload
 from hf_comera.hub.push import push_to_hub
 from hf_comera.hub.quantizer import register
 from hf_comera.optim import TTMuon, comera_param_groups
-from hf_comera.training import ComeraTrainer
+from hf_comera.training import ComeraCallback, ComeraTrainer, RankAdaptation, RankAdapter, add_rank_gates
 
 register()
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ComeraCallback",
     "ComeraConfig",
     "ComeraTrainer",
     "CompressionPlan",
+    "RankAdaptation",
+    "RankAdapter",
+    "RankReport",
     "SizeReport",
     "TTMuon",
+    "add_rank_gates",
     "comera_param_groups",
     "get_comera_model",
     "is_comera_model",
@@ -33,6 +40,7 @@ __all__ = [
     "plan",
     "print_trainable_parameters",
     "push_to_hub",
+    "rank_report",
     "size_report",
     "write_model_card",
 ]

@@ -1,15 +1,18 @@
-"""From (model, config) to a compressed model: targets, plan, surgery, sizes."""
+"""From (model, config) to a compressed model: targets, plan, surgery, sizes, ranks."""
 
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.plan import CompressionPlan, LayerPlan, plan
+from hf_comera.compress.rank_report import RankReport, rank_report
 from hf_comera.compress.size import SizeReport, print_trainable_parameters, size_report
 
 __all__ = [
     "ComeraConfig",
     "CompressionPlan",
     "LayerPlan",
+    "RankReport",
     "SizeReport",
     "plan",
     "print_trainable_parameters",
+    "rank_report",
     "size_report",
 ]

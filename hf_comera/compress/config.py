@@ -14,10 +14,11 @@ __all__ = ["FORMAT_VERSION", "ComeraConfig"]
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Newest version of the checkpoint format; raised when older releases could not read all that may be written.
 
-1: the format of the first release. 2: layers may have a rank activation. A checkpoint says the lowest version that has
+1: the format of the first release. 2: layers may have a rank activation. 3: layers may have rank gates, or no rank at
+all. A checkpoint says the lowest version that has
 all it uses, so that older releases go on reading what they can.
 """
 
@@ -87,8 +88,11 @@ class ComeraConfig(QuantizationConfigMixin):
     @property
     def format_version(self) -> int:
         """The lowest version of the checkpoint format that has all of these settings."""
-        recorded = [entry.get("rank_activation") for entry in (self.layers or {}).values()]
-        return 1 if all(name is None for name in (self.rank_activation, *recorded)) else 2
+        recorded = (self.layers or {}).values()
+        if any(entry.get("rank_gates") or 0 in entry.get("ranks", ()) for entry in recorded):
+            return 3
+        nonlinear = self.rank_activation is not None or any(entry.get("rank_activation") for entry in recorded)
+        return 2 if nonlinear else 1
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:

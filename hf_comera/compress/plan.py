@@ -35,6 +35,8 @@ class LayerPlan:
     """Relative Frobenius error of the decomposition; None where nothing was decomposed."""
     rank_activation: str | None = None
     """Nonlinearity between the two halves of a TT linear."""
+    rank_gates: bool = False
+    """Whether there are gates on the bonds, as while ranks are trained."""
 
     def __post_init__(self) -> None:
         """Only a TT linear is contracted to two halves with a code between them."""
@@ -66,6 +68,8 @@ class LayerPlan:
         }
         if self.rank_activation is not None:
             entry["rank_activation"] = self.rank_activation
+        if self.rank_gates:
+            entry["rank_gates"] = True
         return entry if self.error is None else {**entry, "error": round(self.error, 6)}
 
 
@@ -197,6 +201,7 @@ def _recorded_layers(model: nn.Module, recorded: dict[str, dict[str, Any]]) -> l
         in_size, out_size = _sizes(modules[here])
         values: dict[str, Any] = {key: tuple(entry[key]) for key in ("in_factors", "out_factors", "ranks")}
         values |= {key: entry.get(key) for key in ("error", "rank_activation")}
+        values["rank_gates"] = entry.get("rank_gates", False)
         layers.append(LayerPlan(name=here, kind=entry["kind"], in_size=in_size, out_size=out_size, **values))
     if not layers:
         raise ValueError(

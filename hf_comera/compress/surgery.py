@@ -41,6 +41,8 @@ def build_layer(layer: LayerPlan, dense: Any, device: torch.device | str | None 
         bias = getattr(dense, "bias", None)
         settings |= {"transposed": isinstance(dense, Conv1D), "rank_activation": layer.rank_activation}
         new = TTLinear(layer.in_size, layer.out_size, bias=bias is not None, **settings)
+    if layer.rank_gates:
+        new.add_rank_gates()
     return new.train(dense.training)
 
 

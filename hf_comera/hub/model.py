@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hf_comera.compress import size
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.plan import CompressionPlan, LayerPlan
+from hf_comera.compress.rank_report import RankReport, rank_report
 from hf_comera.compress.size import size_report
 from hf_comera.compress.surgery import merge_model
 from hf_comera.hub.saving import atomic_save
@@ -71,6 +72,10 @@ class ComeraModel:
     def print_trainable_parameters(self) -> None:
         """Print parameters and bytes, dense and compressed, and the ratios."""
         size.print_trainable_parameters(self)
+
+    def rank_report(self) -> RankReport:
+        """Ranks of every layer before and after rank adaptation, the size over the steps. Print it, or plot it."""
+        return rank_report(self)
 
     def merge_and_unload(self) -> PreTrainedModel:
         """Turn this model into an ordinary dense one, in place, and return it; it then saves as any other model.
@@ -186,6 +191,7 @@ def _layer_plan(name: str, module: TensorTrainModule, recorded: dict[str, Any]) 
         ranks=module.ranks,
         error=recorded.get("error"),
         rank_activation=module.rank_activation,
+        rank_gates=bool(module.rank_gates()),
     )
 
 

@@ -66,8 +66,9 @@ class ComeraQuantizer(HfQuantizer):
             part.__dict__["_initialize_weights"] = types.MethodType(_initialize_weights(self), part)
         if self.pre_quantized:
             replace_layers(model, self.plan, device="meta")
+            _keep_gates_exact(model)
             _ignore_guard(model, self.quantization_config)
-            self.shapes = {name: p.shape for name, p in model.named_parameters() if ".core_" not in name}
+            self.shapes = {name: p.shape for name, p in model.named_parameters() if not _is_train_parameter(name)}
         else:
             untie(model, self.plan.ties)
         return model
@@ -77,7 +78,7 @@ class ComeraQuantizer(HfQuantizer):
         assert self.plan is not None
         module_name, _, parameter = param_name.rpartition(".")
         planned = any(layer.name == module_name for layer in self.plan.layers)
-        return planned and (parameter.startswith("core_") if self.pre_quantized else parameter == "weight")
+        return planned and (_is_train_parameter(param_name) if self.pre_quantized else parameter == "weight")
 
     def get_quantize_ops(self) -> ConversionOps:
         """What happens to a dense weight that arrives."""
@@ -173,11 +174,22 @@ def _initialize_weights(quantizer: ComeraQuantizer) -> Any:
                 module.reset_parameters()
         elif not isinstance(module, TensorTrainModule):
             type(self)._initialize_weights(self, module, *args, **kwargs)
-        elif not all(getattr(core, "_is_hf_initialized", False) or core.is_meta for core in module.cores()):
+        elif not all(getattr(p, "_is_hf_initialized", False) or p.is_meta for p in module.train_parameters()):
             module.reset_parameters()
             quantizer.missing.append(repr(module))
 
     return initialize
+
+
+def _is_train_parameter(name: str) -> bool:
+    """Cores and gates, whose ranks the file decides."""
+    return name.rpartition(".")[2].startswith(("core_", "rank_gate_"))
+
+
+def _keep_gates_exact(model: PreTrainedModel) -> None:
+    """Gates stay float32 when the model is loaded in 16 bits."""
+    for part in _parts(model):
+        part._keep_in_fp32_modules_strict = set(part._keep_in_fp32_modules_strict or ()) | {r"rank_gate_\d+"}
 
 
 def _ignore_guard(model: PreTrainedModel, config: ComeraConfig) -> None:
@@ -219,10 +231,13 @@ def _check_bonds(model: nn.Module) -> None:
         cores = module.cores()
         lefts, rights = [core.shape[0] for core in cores], [core.shape[-1] for core in cores]
         covered = [size for core in cores for size in core.shape[1:-1]]
-        if lefts[0] != 1 or rights[-1] != 1 or lefts[1:] != rights[:-1] or covered != module.expected_factors():
+        gates = [gate.numel() for gate in module.rank_gates()]
+        fits = lefts[0] == 1 and rights[-1] == 1 and lefts[1:] == rights[:-1] and gates in ([], rights[:-1])
+        if not fits or covered != module.expected_factors():
             raise ValueError(
-                f"The cores of {name!r} have shapes {[tuple(core.shape) for core in cores]}, which do not fit "
-                f"together or not the factors {module.expected_factors()} of config.json. The checkpoint is damaged."
+                f"The cores of {name!r} have shapes {[tuple(core.shape) for core in cores]} and gates {gates}, which "
+                f"do not fit together or not the factors {module.expected_factors()} of config.json. The checkpoint "
+                "is damaged."
             )
 
 

@@ -1,21 +1,27 @@
-"""What every layer in tensor-train form has: cores as flat parameters, ranks, a lazy dense weight."""
+"""What every layer in tensor-train form has: cores and rank gates as flat parameters, ranks, a lazy dense weight."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_comera.modules.lazy_weight import lazy_weight
+from hf_comera.ops.precision import autocast_input
+from hf_comera.tt.gates import scale_cores
 
-__all__ = ["TensorTrainModule"]
+__all__ = ["TensorTrainModule", "removed_output"]
 
 
 class TensorTrainModule(nn.Module):
     """Base of the layers whose weight is a product of cores ``core_0``, ``core_1``, ...
 
     Cores are direct parameters, so checkpoint keys are flat and stable. Nothing keeps a reference to a core: loading
-    and rank pruning replace them, and the shapes of the cores are the only record of the ranks.
+    and rank pruning replace them, and the shapes of the cores are the only record of the ranks. While ranks are
+    trained there are rank gates ``rank_gate_0``, ... on the inner bonds too; folding them leaves a layer without.
+
+    A layer whose ranks are all zero is removed: its cores are empty, and its weight is zero.
     """
 
     num_cores: int
@@ -34,6 +40,40 @@ class TensorTrainModule(nn.Module):
     def cores(self) -> list[Tensor]:
         """The cores, first to last."""
         return [getattr(self, f"core_{index}") for index in range(self.num_cores)]
+
+    def rank_gates(self) -> list[Tensor]:
+        """The gates of the inner bonds, first to last; none unless ranks are being trained."""
+        names = (f"rank_gate_{index}" for index in range(self.num_cores - 1))
+        return [getattr(self, name) for name in names if name in self._parameters]
+
+    def train_parameters(self) -> list[Tensor]:
+        """Cores and gates: all that the ranks give their shapes."""
+        return self.cores() + self.rank_gates()
+
+    def gated_cores(self) -> list[Tensor]:
+        """The cores with the gates multiplied in, differentiable: what the layer computes with."""
+        return scale_cores(self.cores(), self.rank_gates())
+
+    def add_rank_gates(self) -> None:
+        """Put a gate of ones on every inner bond, in float32 (float64 beside such cores); nothing computed changes."""
+        for index, core in enumerate(self.cores()[:-1]):
+            dtype = torch.promote_types(core.dtype, torch.float32)
+            gate = torch.ones(core.shape[-1], dtype=dtype, device=core.device)
+            trainable = core.requires_grad and core.numel() > 0
+            setattr(self, f"rank_gate_{index}", nn.Parameter(gate, requires_grad=trainable))
+
+    @torch.no_grad()
+    def fold_rank_gates(self) -> None:
+        """Multiply the gates into the cores and drop them; what the layer computes changes by rounding only."""
+        for core, folded in zip(self.cores(), self.gated_cores(), strict=True):
+            core.copy_(folded)
+        for index in range(len(self.rank_gates())):
+            delattr(self, f"rank_gate_{index}")
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether no rank is left, so that the layer is its bias, or zero."""
+        return self.core_0.numel() == 0
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -98,3 +138,39 @@ class TensorTrainModule(nn.Module):
         for index, (new, old) in enumerate(zip(cores, own, strict=True)):
             parameter = nn.Parameter(new.to(old.dtype).contiguous(), requires_grad=old.requires_grad)
             setattr(self, f"core_{index}", parameter)
+        if self.rank_gates():
+            self.add_rank_gates()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move or cast; gates follow to another device, but never below float32."""
+        gates = self.rank_gates()
+        exact = [gate.detach() for gate in gates]
+        super()._apply(fn, recurse)
+        for gate, values in zip(self.rank_gates(), exact, strict=True):
+            if torch.promote_types(gate.dtype, torch.float32) != gate.dtype:
+                gate.data = values.to(gate.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take on the ranks of the state first: training that has pruned ranks is resumed from it."""
+        if f"{prefix}rank_gate_0" in state_dict and not self.rank_gates():
+            self.add_rank_gates()
+        for name, parameter in self._parameters.items():
+            incoming = state_dict.get(prefix + name)
+            if name == "bias" or parameter is None or incoming is None or incoming.shape == parameter.shape:
+                continue
+            if incoming.ndim == parameter.ndim and incoming.shape[1:-1] == parameter.shape[1:-1]:
+                parameter.data = parameter.data.new_empty(incoming.shape)  # the object stays: optimizers hold it
+                parameter.grad = None
+                parameter.requires_grad_(parameter.requires_grad and incoming.numel() > 0)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def removed_output(x: Tensor, features: int, bias: Tensor | None) -> Tensor:
+    """What a layer without ranks computes: its bias, or zeros.
+
+    Shape:
+        ``(..., in_features) -> (..., features)``, in the dtype of ``x`` (of autocast, where it is on).
+    """
+    zeros = autocast_input(x).new_zeros(*x.shape[:-1], features)
+    return zeros if bias is None else zeros + bias.to(zeros.dtype)

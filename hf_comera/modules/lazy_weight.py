@@ -27,7 +27,7 @@ _FREE = {getattr(Tensor, name).__get__ for name in _FREE_PROPERTIES} | {
 
 def lazy_weight(module: TensorTrainModule) -> Tensor:
     """The lazy dense weight of ``module``, linked to its cores for autograd."""
-    return _LinkToCores.apply(module, *module.cores())
+    return _LinkToCores.apply(module, *module.train_parameters())
 
 
 class LazyWeight(Tensor):
@@ -75,7 +75,7 @@ class _LinkToCores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        cores = ctx.module.cores()
+        cores = ctx.module.train_parameters()
         with torch.enable_grad():
             return (None, *torch.autograd.grad(ctx.module.dense(), cores, grads[0]))
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_comera.modules.base import TensorTrainModule
+from hf_comera.modules.base import TensorTrainModule, removed_output
 from hf_comera.ops import tt_linear
 from hf_comera.ops.precision import chain_dtype
 from hf_comera.ops.rank_activation import check_rank_activation, shrinkage
@@ -27,7 +27,8 @@ class TTLinear(TensorTrainModule):
         out_features: Size of the last axis of ``y``.
         in_factors: Factors of ``in_features``, one core each; a larger product pads. Default: three, balanced.
         out_factors: Factors of ``out_features``, likewise.
-        ranks: One rank for all bonds (clipped to what is useful), or one per inner bond.
+        ranks: One rank for all bonds (clipped to what is useful), or one per inner bond; all of them zero for a layer
+            that rank pruning has removed.
         bias: Whether there is a bias.
         transposed: Whether ``weight`` is laid out ``(in, out)``, as in ``transformers.pytorch_utils.Conv1D``.
         rank_activation: ``"silu"``, ``"gelu"`` (exact) or None: the nonlinearity between the halves.
@@ -83,7 +84,9 @@ class TTLinear(TensorTrainModule):
         A rank activation shrinks the code; the right half makes up for it, for inputs of deviation one.
         """
         draw_cores(self.cores(), (3 * self.in_features) ** -0.5 if std is None else std, len(self.in_factors))
-        if self.rank_activation is not None and not self.core_0.is_meta:
+        for gate in self.rank_gates():
+            gate.fill_(1)
+        if self.rank_activation is not None and not (self.core_0.is_meta or self.is_removed):
             in_cores, out_cores = self.cores()[: len(self.in_factors)], self.cores()[len(self.in_factors) :]
             code_deviation = contract_left(in_cores)[-1].square().sum(0).mean().sqrt().item()
             gain = 1 / shrinkage(self.rank_activation, code_deviation)
@@ -98,7 +101,10 @@ class TTLinear(TensorTrainModule):
             raise ValueError(
                 f"x has shape {tuple(x.shape)}, but its last axis must be in_features={self.in_features}."
             )
-        return tt_linear(x, self.cores(), len(self.in_factors), self.bias, self.out_features, self.rank_activation)
+        if self.is_removed:
+            return removed_output(x, self.out_features, self.bias)
+        cores = self.gated_cores()
+        return tt_linear(x, cores, len(self.in_factors), self.bias, self.out_features, self.rank_activation)
 
     def weight_shape(self) -> tuple[int, int]:
         """``(out_features, in_features)``, or ``(in_features, out_features)`` if ``transposed``."""
@@ -120,7 +126,9 @@ class TTLinear(TensorTrainModule):
                 f"This TTLinear has rank_activation={self.rank_activation!r} between its halves, so no dense weight "
                 "computes the same. Call the layer itself, or use rank_activation=None, with which there is one."
             )
-        cores = [core.to(chain_dtype(core)) for core in self.cores()]
+        if self.is_removed:
+            return self.core_0.new_zeros(self.weight_shape())
+        cores = [core.to(chain_dtype(core)) for core in self.gated_cores()]
         left = contract_left(cores[: len(self.in_factors)])[-1][: self.in_features]
         right = contract_right(cores[len(self.in_factors) :])[0][:, : self.out_features]
         matrix = (left @ right).to(self.core_0.dtype)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_comera.modules.base import TensorTrainModule
+from hf_comera.modules.base import TensorTrainModule, removed_output
 from hf_comera.ops import ttm_lookup, ttm_project
 from hf_comera.ops.ttm_tables import half_tables
 from hf_comera.tt.cores import core_shapes, draw_cores
@@ -23,7 +23,8 @@ class TTMEmbedding(TensorTrainModule):
         embedding_dim: Columns of the table (the hidden size).
         in_factors: Factors of the vocabulary, one core each; a larger product pads. Default: four, balanced.
         out_factors: Factors of the hidden size, as many.
-        ranks: One rank for all bonds (clipped to what is useful), or one per inner bond.
+        ranks: One rank for all bonds (clipped to what is useful), or one per inner bond; all of them zero for a table
+            that rank pruning has removed.
         padding_idx: Row without gradient. Unlike in ``nn.Embedding`` it does not start at zero: cores are shared.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
@@ -72,15 +73,21 @@ class TTMEmbedding(TensorTrainModule):
     def reset_parameters(self, std: float | None = None) -> None:
         """Draw new cores; the implied table's entries have deviation ``std`` (default: that of ``nn.Embedding``)."""
         draw_cores(self.cores(), 1.0 if std is None else std)
+        for gate in self.rank_gates():
+            gate.fill_(1)
 
     def forward(self, x: Tensor, project: bool = False, bias: Tensor | None = None) -> Tensor:
         """Look up ids ``(...) -> (..., embedding_dim)``; with ``project``, logits of hidden states under the table.
 
         Tied heads come through this same call, so that hooks of FSDP2 and Accelerate on the embedding see both uses.
         """
+        if self.is_removed:
+            features = self.num_embeddings if project else self.embedding_dim
+            like = x if project else self.core_0.new_empty(()).expand(*x.shape, 1)
+            return removed_output(like, features, bias)
         if project:
-            return ttm_project(x, self.cores(), self.num_embeddings, bias)
-        return ttm_lookup(x, self.cores(), self.num_embeddings, self.embedding_dim, self.padding_idx)
+            return ttm_project(x, self.gated_cores(), self.num_embeddings, bias)
+        return ttm_lookup(x, self.gated_cores(), self.num_embeddings, self.embedding_dim, self.padding_idx)
 
     def weight_shape(self) -> tuple[int, int]:
         """``(num_embeddings, embedding_dim)``."""
@@ -92,7 +99,9 @@ class TTMEmbedding(TensorTrainModule):
 
     def dense(self) -> Tensor:
         """The implied table ``(num_embeddings, embedding_dim)``, differentiable."""
-        left_AHR, right_BRK, *_ = half_tables(self.cores())
+        if self.is_removed:
+            return self.core_0.new_zeros(self.weight_shape())
+        left_AHR, right_BRK, *_ = half_tables(self.gated_cores())
         table = torch.einsum("ahr,brk->abhk", left_AHR, right_BRK)
         table = table.reshape(left_AHR.shape[0] * right_BRK.shape[0], -1)
         return table[: self.num_embeddings, : self.embedding_dim].to(self.core_0.dtype)

@@ -14,7 +14,9 @@ GRID = 1.25
 """Rates of cores are rounded to powers of this, so that layers of equal shapes share a group."""
 
 
-def comera_param_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.01) -> list[dict[str, Any]]:
+def comera_param_groups(
+    model: nn.Module, lr: float, *, weight_decay: float = 0.01, gate_lr: float | None = None
+) -> list[dict[str, Any]]:
     """Groups for ``torch.optim.AdamW`` and its kin, from the learning rate of the dense model.
 
     A step of AdamW has entries of about ``lr``. On a dense matrix its spectral norm is at most
@@ -36,6 +38,7 @@ def comera_param_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.
         model: A model, compressed or not.
         lr: Learning rate, as for the dense model.
         weight_decay: Decoupled weight decay, meant for the (implied) matrices.
+        gate_lr: Learning rate of rank gates, where there are any; default ``lr``. They are never decayed.
 
     Returns:
         Non-empty groups with ``params``, ``names``, ``lr``, ``weight_decay`` and ``group_name``; every trainable
@@ -49,28 +52,36 @@ def comera_param_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.
         Rates per factor of structured matrices: Qiu et al., arXiv:2406.06248; bounding the step of the product:
         arXiv:2602.12429. The rates for trains of any length are ours.
     """
-    check_rate_and_decay(lr, weight_decay)
+    check_rate_and_decay(lr, weight_decay, gate_lr)
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     check_whole(tensor_train_modules(model))
     for name, module in tensor_train_modules(model).items():
         cores, rates = module.cores(), core_rates(name, module, lr)
         for place, (core, rate) in enumerate(zip(cores, rates, strict=True)):
-            if core.requires_grad:
+            if core.requires_grad and core.numel() > 0:
                 rounded = GRID ** round(math.log(rate, GRID))
                 key = (rounded, weight_decay * lr / (len(cores) * rounded))  # AdamW multiplies it by the rate again
-                _append(groups, key, "cores", f"{name}.core_{place}".removeprefix("."), core)
-    return list(groups.values()) + other_param_groups(model, lr, weight_decay)
+                _append(groups, key, key, "cores", f"{name}.core_{place}".removeprefix("."), core)
+    return list(groups.values()) + other_param_groups(model, lr, weight_decay, gate_lr)
 
 
-def other_param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups of the trainable parameters that are no cores: weights, and biases and norms, which do not decay."""
-    cores = {id(core) for module in tensor_train_modules(model).values() for core in module.cores()}
-    groups: dict[tuple[float, float], dict[str, Any]] = {}
+def other_param_groups(
+    model: nn.Module, lr: float, weight_decay: float, gate_lr: float | None = None
+) -> list[dict[str, Any]]:
+    """Groups of the trainable parameters that are no cores: weights; biases and norms, which do not decay; gates."""
+    trains = tensor_train_modules(model).values()
+    cores = {id(core) for module in trains for core in module.cores()}
+    gates = {id(gate) for module in trains for gate in module.rank_gates()}
+    groups: dict[str, dict[str, Any]] = {}
+    rates = {
+        "weights": (lr, weight_decay),
+        "biases and norms": (lr, 0.0),
+        "rank gates": (lr if gate_lr is None else gate_lr, 0.0),
+    }
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in cores:
-            matrix = parameter.ndim >= 2
-            kind = "weights" if matrix else "biases and norms"
-            _append(groups, (lr, weight_decay if matrix else 0.0), kind, name, parameter)
+        if parameter.requires_grad and id(parameter) not in cores and parameter.numel() > 0:
+            kind = "rank gates" if id(parameter) in gates else "weights" if parameter.ndim >= 2 else "biases and norms"
+            _append(groups, kind, rates[kind], kind, name, parameter)
     return list(groups.values())
 
 
@@ -120,22 +131,25 @@ def tensor_train_modules(model: nn.Module) -> dict[str, TensorTrainModule]:
     return {name: module for name, module in model.named_modules() if isinstance(module, TensorTrainModule)}
 
 
-def check_rate_and_decay(lr: float, weight_decay: float) -> None:
-    """Refuse a rate that is not positive and a negative decay.
+def check_rate_and_decay(lr: float, weight_decay: float, gate_lr: float | None = None) -> None:
+    """Refuse rates that are not positive and a negative decay.
 
     Raises:
         ValueError: If one of them is out of range.
     """
     if not lr > 0:
         raise ValueError(f"lr={lr} must be positive, for example lr=0.001.")
+    if gate_lr is not None and not gate_lr > 0:
+        raise ValueError(f"gate_lr={gate_lr} must be positive, for example gate_lr=0.001, or None for lr.")
     if weight_decay < 0:
         raise ValueError(f"weight_decay={weight_decay} must not be negative, for example 0.01.")
 
 
 def _append(
-    groups: dict[tuple[float, float], dict[str, Any]], key: tuple[float, float], kind: str, name: str, parameter: Any
+    groups: dict[Any, dict[str, Any]], key: Any, rates: tuple[float, float], kind: str, name: str, parameter: Any
 ) -> None:
-    empty = {"params": [], "names": [], "lr": key[0], "weight_decay": key[1], "group_name": kind}
+    """Put ``parameter`` into the group of ``key``; ``rates`` are learning rate and weight decay of a new one."""
+    empty = {"params": [], "names": [], "lr": rates[0], "weight_decay": rates[1], "group_name": kind}
     group = groups.setdefault(key, empty)
     group["params"].append(parameter)
     group["names"].append(name)

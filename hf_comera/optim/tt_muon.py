@@ -52,7 +52,7 @@ class TTMuon(torch.optim.Optimizer):
 
     Neither the scale of the gradients nor, up to damping, scale and basis between the cores matter to the steps of
     cores. Weight decay shrinks the implied matrix by ``1 - lr * weight_decay``. Parameters that are no cores are
-    trained by ``torch``'s AdamW.
+    trained by ``torch``'s AdamW. Rank gates are left out of the gauge: as they scale a rank, they scale its steps.
 
     Args:
         model: The model to train; layers in tensor-train form are found in it. Freeze before making the optimizer:
@@ -62,6 +62,7 @@ class TTMuon(torch.optim.Optimizer):
         momentum: Of the cores' gradients, in Nesterov's form.
         betas: AdamW's, for the parameters that are no cores.
         eps: AdamW's.
+        gate_lr: Learning rate of rank gates, where there are any; default ``lr``.
 
     Raises:
         ValueError: If a setting is out of range, nothing is trainable, or a core is sharded or belongs to two layers.
@@ -80,12 +81,13 @@ class TTMuon(torch.optim.Optimizer):
         momentum: float = 0.9,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        gate_lr: float | None = None,
     ) -> None:
-        check_rate_and_decay(lr, weight_decay)
+        check_rate_and_decay(lr, weight_decay, gate_lr)
         for name, value in (("momentum", momentum), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
             if not 0 <= value < 1:
                 raise ValueError(f"{name}={value} must be at least 0 and less than 1, for example 0.9.")
-        groups = _train_groups(model, lr, weight_decay) + other_param_groups(model, lr, weight_decay)
+        groups = _train_groups(model, lr, weight_decay) + other_param_groups(model, lr, weight_decay, gate_lr)
         if not groups:
             raise ValueError("No parameter of the model requires a gradient. Unfreeze what is to be trained.")
         # fused: where torch looks for the device that AdamW's step counts belong on when it loads a state
@@ -192,7 +194,7 @@ def _train_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict
     layers = {
         name: module
         for name, module in tensor_train_modules(model).items()
-        if any(core.requires_grad for core in module.cores())
+        if any(core.requires_grad for core in module.cores()) and not module.is_removed
     }
     if not layers:
         return []

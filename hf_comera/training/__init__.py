@@ -1,5 +1,16 @@
-"""Training compressed models with the Trainer of Transformers."""
+"""Training compressed models: the Trainer with our optimizer, and rank adaptation for any loop."""
 
+from hf_comera.training.callback import ComeraCallback
+from hf_comera.training.rank_adaptation import RankAdaptation
+from hf_comera.training.rank_adapter import RankAdapter
+from hf_comera.training.rank_gates import add_rank_gates
 from hf_comera.training.trainer import ComeraTrainer, ComeraTrainerMixin
 
-__all__ = ["ComeraTrainer", "ComeraTrainerMixin"]
+__all__ = [
+    "ComeraCallback",
+    "ComeraTrainer",
+    "ComeraTrainerMixin",
+    "RankAdaptation",
+    "RankAdapter",
+    "add_rank_gates",
+]

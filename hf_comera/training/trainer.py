@@ -1,4 +1,4 @@
-"""``ComeraTrainer``: the Trainer of Transformers with the optimizer that tensor trains need."""
+"""``ComeraTrainer``: the Trainer of Transformers with the optimizer that tensor trains need, and rank adaptation."""
 
 import logging
 from typing import Any
@@ -7,6 +7,8 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_comera.optim import TTMuon
+from hf_comera.training.callback import ComeraCallback
+from hf_comera.training.rank_adaptation import RankAdaptation
 
 __all__ = ["ComeraTrainer", "ComeraTrainerMixin"]
 
@@ -14,18 +16,33 @@ logger = logging.getLogger(__name__)
 
 
 class ComeraTrainerMixin:
-    """Makes any Trainer create a :class:`hf_comera.TTMuon`: ``class MyTrainer(ComeraTrainerMixin, Seq2SeqTrainer)``.
+    """For any Trainer, our optimizer and rank adaptation: ``class MyTrainer(ComeraTrainerMixin, Seq2SeqTrainer)``.
+
+    With ``rank_adaptation=RankAdaptation(...)`` the ranks are trained too, as :class:`ComeraCallback` says.
 
     ``learning_rate`` (as for the dense model) and ``weight_decay`` of the training arguments apply, and for what is no
     core ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``. Any other optimizer that is asked for, by ``optim`` in
     the arguments, by ``optimizers`` or by ``optimizer_cls_and_kwargs``, is used as in the original. ``optim`` at its
     default cannot be told from one that was left out: for that very AdamW, pass ``optimizer_cls_and_kwargs``.
+
+    Args:
+        args: Of the Trainer.
+        rank_adaptation: How ranks are trained; None leaves them as they are.
+        kwargs: Of the Trainer.
     """
 
     args: TrainingArguments
     model: Any
+    model_wrapped: Any
     optimizer: torch.optim.Optimizer | None
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
+
+    def __init__(self, *args: Any, rank_adaptation: RankAdaptation | None = None, **kwargs: Any) -> None:
+        self.rank_callback = None if rank_adaptation is None else ComeraCallback(rank_adaptation)
+        if self.rank_callback is not None:
+            self.rank_callback.wrapped_model = lambda: self.model_wrapped
+            kwargs["callbacks"] = [*(kwargs.get("callbacks") or ()), self.rank_callback]
+        super().__init__(*args, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Set up the optimizer, unless there is one."""
@@ -43,6 +60,13 @@ class ComeraTrainerMixin:
                 self.args.learning_rate,
             )
         return super().create_optimizer(model)  # type: ignore[misc, no-any-return]
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One batch forward and backward; rank adaptation takes note of its loss."""
+        loss: torch.Tensor = super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+        if self.rank_callback is not None:
+            self.rank_callback.observe(loss)
+        return loss
 
 
 class ComeraTrainer(ComeraTrainerMixin, Trainer):

@@ -120,7 +120,7 @@ def draw_cores(cores: Sequence[Tensor], std: float, num_left: int | None = None)
     implied matrix the norm of a dense draw, so that gradients of all cores are about equal.
 
     Args:
-        cores: Parameters to fill; meta tensors are left alone.
+        cores: Parameters to fill; meta and empty tensors are left alone.
         std: Root mean square of the entries of the implied matrix, exact up to rounding.
         num_left: Cores on the left of the middle bond; default half of them.
 
@@ -128,7 +128,7 @@ def draw_cores(cores: Sequence[Tensor], std: float, num_left: int | None = None)
         Deviation of every entry as in a dense layer: CoMERA, arXiv:2405.14377. Orthonormal halves are the flat limit
         of the spectral initialisation of Khodak et al., arXiv:2105.01029.
     """
-    if cores[0].is_meta:
+    if cores[0].is_meta or cores[0].numel() == 0:
         return
     num_left = len(cores) // 2 if num_left is None else num_left
     for place, core in enumerate(cores):

@@ -85,7 +85,7 @@ def useful_ranks(factors: Sequence[int], rank: int | Sequence[int]) -> tuple[int
 
     Args:
         factors: The sizes of all cores in order (of a TTM core: row factor times column factor).
-        rank: One wanted rank for every bond, or one per inner bond.
+        rank: One wanted rank for every bond, or one per inner bond; only zeros for a layer without ranks.
 
     Returns:
         ``len(factors) - 1`` ranks.
@@ -95,6 +95,8 @@ def useful_ranks(factors: Sequence[int], rank: int | Sequence[int]) -> tuple[int
     """
     num_bonds = len(factors) - 1
     wanted = (rank,) * num_bonds if isinstance(rank, int) else tuple(rank)
+    if not isinstance(rank, int) and not any(wanted) and len(wanted) == num_bonds:
+        return (0,) * num_bonds  # a layer that rank pruning has removed
     check_ranks("rank", wanted, num_bonds)
     return tuple(min(wanted[k], math.prod(factors[: k + 1]), math.prod(factors[k + 1 :])) for k in range(num_bonds))
 

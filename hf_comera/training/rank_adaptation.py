@@ -1,0 +1,138 @@
+"""``RankAdaptation``: the settings of rank-adaptive training, checked and explained in one place."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hf_comera.compress.size import size_report
+from hf_comera.modules import TensorTrainModule
+from hf_comera.training.stages import Stages, resolve_steps
+
+__all__ = ["RankAdaptation", "core_budget", "count_gates"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAdaptation:
+    """How ranks are trained with the task; the defaults work without tuning.
+
+    Training has up to three parts. In the *early stage* a light pressure on the rank gates sorts the ranks. In the
+    *late stage*, if a size is wanted, the least important ranks are cut at intervals on the way to it. For the rest of
+    the training the ranks stay as they are.
+
+    Raises:
+        ValueError: If a setting is out of range, or both targets are given.
+
+    Source:
+        CoMERA, arXiv:2405.14377; docs/decisions.md says where and why this differs.
+    """
+
+    target_ratio: float | None = None
+    """Wanted parameters of the whole model over those of the dense model, for example 0.02. None: no wanted size."""
+
+    target_parameters: int | None = None
+    """Wanted parameters of the whole model, instead of ``target_ratio``."""
+
+    early: int | float = 0.2
+    """Length of the early stage: steps (an integer) or a part of the training (a float)."""
+
+    late: int | float = 0.5
+    """Length of the late stage, likewise; without a wanted size the early stage lasts as long as both."""
+
+    cut_every: int | float = 0.02
+    """Steps between two cuts, likewise."""
+
+    gamma: float = 0.1
+    """Pressure on the gates in the early stage: an average gate falls by ``gamma`` times its learning rate a step."""
+
+    beta: float = 0.0
+    """Weight of the cores' squared norm: cores shrink by ``beta`` times the gates' learning rate a step."""
+
+    pressure: float = 0.5
+    """Pressure in the late stage, in the units of ``gamma``, while the size is the worse objective."""
+
+    rho: float = 0.1
+    """Part of ``pressure`` that stays while the loss is the worse objective."""
+
+    wanted_loss: float | None = None
+    """L0 of the late stage. None: the smoothed training loss at the end of the early stage."""
+
+    min_rank: int = 0
+    """Ranks of a linear layer that cuts on the way to the wanted size leave on every bond; 0: whole layers may go.
+    Of an embedding at least one stays."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model."""
+        if self.target_ratio is not None and self.target_parameters is not None:
+            raise ValueError(
+                f"target_ratio={self.target_ratio} and target_parameters={self.target_parameters} are both given. "
+                "Give the one that you know, and leave the other None."
+            )
+        if self.target_ratio is not None and not 0 < self.target_ratio <= 1:
+            raise ValueError(
+                f"target_ratio={self.target_ratio} is the wanted part of the dense parameters and must be above 0 and "
+                "at most 1, for example target_ratio=0.02 for 50 times fewer."
+            )
+        if self.target_parameters is not None:
+            _check_integer("target_parameters", self.target_parameters, least=1, example=1_500_000)
+        _check_integer("min_rank", self.min_rank, least=0, example=0)
+        for name in ("gamma", "beta", "pressure", "rho"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative, for example {name}=0.1.")
+        for name in ("early", "late", "cut_every"):
+            resolve_steps(name, getattr(self, name), 2**62)
+
+    @property
+    def has_target(self) -> bool:
+        """Whether a size is wanted."""
+        return self.target_ratio is not None or self.target_parameters is not None
+
+    def stages(self, total_steps: int) -> Stages:
+        """The stages of a training of ``total_steps`` steps.
+
+        Raises:
+            ValueError: If the stages are longer than the training.
+        """
+        _check_integer("total_steps", total_steps, least=1, example=1000)
+        early, late = (resolve_steps(name, getattr(self, name), total_steps) for name in ("early", "late"))
+        if early + late > total_steps:
+            raise ValueError(
+                f"early={self.early} and late={self.late} are {early} and {late} steps, together longer than the "
+                f"training, which has {total_steps}. Use for example early=0.2, late=0.5."
+            )
+        if self.has_target and late == 0:
+            raise ValueError(f"late={self.late} leaves no step to reach the wanted size in. Use for example late=0.5.")
+        cut_every = max(1, resolve_steps("cut_every", self.cut_every, total_steps))
+        if not self.has_target:
+            early, late = early + late, 0
+        return Stages(total=total_steps, early=early, late=late, cut_every=cut_every)
+
+
+def core_budget(settings: RankAdaptation, model: nn.Module, adaptable: int) -> int | None:
+    """Core parameters that the wanted size of the whole model leaves; None if no size is wanted.
+
+    Gates are not counted: they are folded into the cores when training ends. The result may be negative.
+
+    Args:
+        settings: With the wanted size.
+        model: The model as it is now.
+        adaptable: Entries of the cores whose ranks can change.
+    """
+    if not settings.has_target:
+        return None
+    report, gates = size_report(model), count_gates(model)
+    wanted = settings.target_parameters
+    if settings.target_ratio is not None:
+        wanted = int(settings.target_ratio * (report.dense_parameters - gates))
+    assert wanted is not None
+    return wanted - (report.parameters - gates - adaptable)
+
+
+def count_gates(model: nn.Module) -> int:
+    """Entries of all rank gates."""
+    trains = (module for module in model.modules() if isinstance(module, TensorTrainModule))
+    return sum(gate.numel() for module in trains for gate in module.rank_gates())
+
+
+def _check_integer(name: str, value: int, *, least: int, example: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} is not an integer of at least {least}. Use for example {name}={example}.")

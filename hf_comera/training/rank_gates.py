@@ -1,0 +1,112 @@
+"""Put rank gates on a model before its ranks are trained, find them in an optimizer, and fold them afterwards."""
+
+import gc
+import inspect
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_comera.modules import TensorTrainModule
+from hf_comera.training.bond_table import gated_layers
+
+__all__ = ["add_rank_gates", "bare_model", "check_gates", "fold_gates", "gate_rate", "rewrap"]
+
+
+def add_rank_gates(model: nn.Module) -> None:
+    """Give every tensor-train layer of ``model`` rank gates of ones, unless it has them; nothing computed changes.
+
+    Make the optimizer after this. Layers whose cores are all frozen stay without.
+
+    Raises:
+        ValueError: If the model has no layer in tensor-train form with ranks to train.
+    """
+    trains = [module for module in model.modules() if isinstance(module, TensorTrainModule)]
+    adaptable = [
+        module
+        for module in trains
+        if module.num_cores > 1 and not module.is_removed and all(core.requires_grad for core in module.cores())
+    ]
+    if not adaptable:
+        found = "no layer in tensor-train form" if not trains else "no such layer with ranks and trainable cores"
+        raise ValueError(
+            f"Rank adaptation needs a compressed model, but {type(model).__name__} has {found}. Make it with "
+            "get_comera_model(model, ComeraConfig(rank=30)), and unfreeze the cores."
+        )
+    for module in adaptable:
+        if not module.rank_gates():
+            module.add_rank_gates()
+
+
+def check_gates(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a model without gates, and an optimizer that lacks or decays them.
+
+    Raises:
+        ValueError: If one of these is the case.
+    """
+    layers = gated_layers(model)
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no trainable rank gates. Call hf_comera.add_rank_gates(model) before making "
+            "the optimizer."
+        )
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for name, module in layers.items():
+        for place, gate in enumerate(module.rank_gates()):
+            group = groups.get(id(gate))
+            if group is None:
+                raise ValueError(
+                    f"The optimizer does not hold {name}.rank_gate_{place}. Make it after the gates: "
+                    "add_rank_gates(model), then TTMuon(model) or AdamW(comera_param_groups(model, lr=1e-3))."
+                )
+            if group.get("weight_decay"):
+                raise ValueError(
+                    f"The optimizer decays {name}.rank_gate_{place} (weight_decay={group['weight_decay']}), which "
+                    "removes ranks for no reason. Use TTMuon(model) or AdamW(comera_param_groups(model, lr=1e-3))."
+                )
+
+
+def gate_rate(optimizer: torch.optim.Optimizer, gate: torch.Tensor) -> float:
+    """The learning rate that ``gate`` has now."""
+    return next(group["lr"] for group in optimizer.param_groups if any(p is gate for p in group["params"]))
+
+
+def fold_gates(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Multiply all gates into the cores and take them out of model and optimizer."""
+    gates = set()
+    for module in model.modules():
+        if isinstance(module, TensorTrainModule):
+            gates |= {id(gate) for gate in module.rank_gates()}
+            module.fold_rank_gates()
+    for group in [] if optimizer is None else optimizer.param_groups:
+        stays = [id(parameter) not in gates for parameter in group["params"]]
+        for parameter, kept in zip(group["params"], stays, strict=True):
+            if not kept and optimizer is not None:
+                optimizer.state.pop(parameter, None)
+        for key in ("params", "names", "param_names"):
+            if key in group:
+                group[key] = [item for item, kept in zip(group[key], stays, strict=True) if kept]
+
+
+def bare_model(model: nn.Module) -> nn.Module:
+    """The model inside DDP and ``torch.compile``."""
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, DistributedDataParallel) else model.get_submodule("_orig_mod")
+    return model
+
+
+def rewrap(model: nn.Module) -> None:
+    """Let DDP find the parameters anew, in place: training loops hold on to the object."""
+    if not isinstance(model, DistributedDataParallel):
+        return
+    names = inspect.signature(DistributedDataParallel.__init__).parameters
+    settings = {
+        name: getattr(model, name)
+        for name in ("device_ids", "output_device", "dim", "broadcast_buffers", "process_group",
+                     "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+        if name in names and hasattr(model, name)
+    }  # fmt: skip
+    module = model.module
+    del model.reducer  # its hooks hold the old parameters
+    gc.collect()
+    DistributedDataParallel.__init__(model, module, **settings)
