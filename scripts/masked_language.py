@@ -15,9 +15,11 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from epoch_batches import EpochBatches
+
 IGNORED = -100
-# Streams of random numbers that must not meet.
-_TRAINING, _HELD_OUT, _ORDER = range(3)
+# Streams of random numbers that must not meet, nor that of the order of an epoch.
+_TRAINING, _HELD_OUT = range(2)
 # Where the part of a model that predicts tokens begins, per architecture; all of it works token by token.
 _HEAD_NAMES = ("lm_head", "cls", "vocab_transform", "generator_predictions")
 
@@ -83,15 +85,15 @@ class Masking:
         return hidden, np.where(chosen, ids, IGNORED)
 
 
-class TrainingBatches(torch.utils.data.Dataset):
-    """The batches of one process, by number, for as many epochs as are asked for.
+class TrainingBatches(EpochBatches):
+    """The masked batches of one process, by number, for as many epochs as are asked for.
 
     Args:
         rows: Sequences of token ids.
-        lengths: Their lengths; sequences of like length share a batch, so that little is padded.
+        lengths: Their lengths.
         masking: How tokens are hidden.
         batch_size: Sequences a batch.
-        process: Index of this process and number of all; together they share out each round of batches.
+        process: Index of this process and number of all.
 
     Raises:
         ValueError: If there are not enough sequences for one batch in each process.
@@ -106,36 +108,13 @@ class TrainingBatches(torch.utils.data.Dataset):
         batch_size: int,
         process: tuple[int, int] = (0, 1),
     ) -> None:
-        self.rows, self.lengths, self.masking = rows, lengths, masking
-        self.batch_size, (self.process_index, self.num_processes) = batch_size, process
-        self.round_size = batch_size * self.num_processes
-        self.batches_per_epoch = len(lengths) // self.round_size
-        if not self.batches_per_epoch:
-            raise ValueError(
-                f"There are {len(lengths)} training sequences, but one batch takes {batch_size} in each of "
-                f"{self.num_processes} processes. Use --per_device_train_batch_size "
-                f"{max(1, len(lengths) // self.num_processes)} or less, or more data."
-            )
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        super().__init__(lengths, batch_size=batch_size, seed=masking.seed, process=process)
+        self.rows, self.masking = rows, masking
 
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
-        epoch, place = divmod(number, self.batches_per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, epoch_order(self.lengths, self.round_size, self.masking.seed, epoch)
-        chosen = self._order[place, self.process_index :: self.num_processes]
+    def make(self, chosen: np.ndarray, number: int) -> dict[str, Tensor]:
+        """The rows ``chosen``, masked as their place in the run says."""
         sequences = self.rows[chosen.tolist()]["input_ids"]
         return self.masking.batch(sequences, _TRAINING, number, self.process_index)
-
-
-def epoch_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
-    """Row numbers of an epoch, one batch a row: shuffled, like lengths together, the odd rest left out."""
-    random = np.random.default_rng([seed, _ORDER, epoch])
-    order = random.permutation(len(lengths))
-    order = order[: len(order) - len(order) % batch_size]
-    pool = 32 * batch_size
-    pools = [order[i : i + pool] for i in range(0, len(order), pool)]
-    order = np.concatenate([rows[np.argsort(lengths[rows], kind="stable")] for rows in pools])
-    return random.permutation(order.reshape(-1, batch_size))
 
 
 def held_out_batches(rows: Dataset, lengths: np.ndarray, masking: Masking, batch_size: int) -> list[dict[str, Tensor]]:

@@ -8,14 +8,10 @@
 ``--help`` explains every option. Ctrl-C finishes the step, writes a checkpoint and says how to go on.
 """
 
-import gc
-import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 from huggingface_hub import HfApi
 from rich.console import Console
@@ -23,16 +19,18 @@ from rich.console import Console
 from code_corpus import describe_source
 from code_sequences import check_length
 from finished_model import card_fields, measure, publish
-from freed_memory import keep_freed_memory
 from hf_comera import is_comera_model, size_report, write_model_card
 from loss_picture import draw_losses
 from model_setup import load_config, longest_sequence
 from pretrain_report import print_outcome
 from pretrain_settings import Settings, parse_settings
-from run_checkpoint import read_history, remove_checkpoints
+from run_checkpoint import open_folder, read_history, remove_checkpoints
 from run_metrics import write_metrics
-from run_setup import Data, open_folder, prepare_data, prepare_run
+from run_setup import Data, prepare_data, prepare_run
+from run_start import describe_devices, launch_command, make_accelerator, say_how_to_resume, shut_down
 from train_loop import History, Run, train
+
+SCRIPT = "scripts/pretrain_codebert.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = parse_settings(arguments)
     accelerator = start(settings)
     console = Console(quiet=not accelerator.is_main_process, soft_wrap=True)
-    checkpoint = open_folder(accelerator, settings)
+    checkpoint = open_folder(accelerator, settings.training)
     config = load_config(settings.model, settings.data.max_seq_length)
     max_seq_length = check_length(settings.data.max_seq_length, longest_sequence(config))
     console.print(f"Data: {describe_source(settings.data)}")
@@ -67,33 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if complete and accelerator.is_main_process:
         finish(run, data, settings, arguments, console)
     if not complete:
-        resume = command([*without_resume(arguments), "--resume_from_checkpoint", "latest"])
-        console.print(
-            f"\nInterrupted after step {run.step} of {run.total_steps}; everything is saved. Go on with:\n  {resume}"
-        )
+        say_how_to_resume(run, SCRIPT, arguments, console)
     shut_down(accelerator, run)
     return 0 if complete else 130
 
 
 def start(settings: Settings) -> Accelerator:
     """Make the accelerator, and refuse early what would fail only after the training."""
-    training = settings.training
-    accelerator = Accelerator(
-        mixed_precision=training.mixed_precision,
-        cpu=training.use_cpu,
-        log_with=training.report_to if training.with_tracking else None,
-        project_dir=training.output_dir,
-    )
-    if accelerator.device.type == "cpu":
-        # accelerate launch leaves one thread to a script it starts on the CPU without being told a number
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        keep_freed_memory()
-        torch.set_num_threads(training.num_threads or max(1, cores // accelerator.num_processes))
-    if training.with_tracking:
-        known = {name: value for name, value in settings.as_dict().items() if value is not None}
-        accelerator.init_trackers("pretrain_codebert", config=known)
-    if training.push_to_hub and accelerator.is_main_process:
-        HfApi().create_repo(hub_id(settings), private=training.hub_private_repo or None, exist_ok=True)
+    accelerator = make_accelerator(settings.training, "pretrain_codebert", settings.as_dict())
+    if settings.training.push_to_hub and accelerator.is_main_process:
+        private = settings.training.hub_private_repo or None
+        HfApi().create_repo(hub_id(settings), private=private, exist_ok=True)
     return accelerator
 
 
@@ -104,13 +86,11 @@ def describe(run: Run, data: Data, settings: Settings, console: Console) -> None
         f"Rows: {rows['train']} for training, {rows['validation']} held out; vocabulary: {len(data.tokenizer):,}"
     )
     console.print(f"Model: {run.accelerator.unwrap_model(run.model).config.model_type}; {size_report(run.model)}")
-    devices = f"{run.accelerator.num_processes} x {run.accelerator.device.type}"
-    if run.accelerator.device.type == "cpu":
-        devices += f", {torch.get_num_threads()} threads each"
     per_step = settings.training.per_device_train_batch_size * settings.training.gradient_accumulation_steps
     console.print(
         f"Training: {run.total_steps:,} steps of {per_step * run.accelerator.num_processes} sequences, at most "
-        f"{data.max_seq_length} tokens each, on {devices}; precision: {run.accelerator.mixed_precision}"
+        f"{data.max_seq_length} tokens each, on {describe_devices(run.accelerator)}; "
+        f"precision: {run.accelerator.mixed_precision}"
     )
     console.print(f"Held-out loss of a unigram model: {data.unigram_loss:.3f}, the mark to beat")
 
@@ -128,7 +108,7 @@ def finish(run: Run, data: Data, settings: Settings, arguments: list[str], conso
     write_metrics(outcome, folder, settings.as_dict())
     if not draw_losses(outcome, folder / "loss.png"):
         console.print('No picture of the losses: matplotlib is not installed. pip install "hf_comera[plots]"')
-    fields = card_fields(outcome, settings, command(arguments))
+    fields = card_fields(outcome, settings, launch_command(SCRIPT, arguments))
     if is_comera_model(model):
         write_model_card(model, folder, **fields)
     if settings.training.checkpointing_steps is None:
@@ -138,38 +118,9 @@ def finish(run: Run, data: Data, settings: Settings, arguments: list[str], conso
         publish(model, data.tokenizer, hub_id(settings), private=settings.training.hub_private_repo, fields=fields)
 
 
-def shut_down(accelerator: Accelerator, run: Run) -> None:
-    """Finish trackers and processes.
-
-    With gloo, a DDP object that outlives its process group deadlocks now and then (torch 2.13): its destructor joins a
-    thread that waits for the interpreter's lock. So it goes first.
-    """
-    run.model = accelerator.unwrap_model(run.model)
-    accelerator.free_memory()
-    gc.collect()
-    accelerator.end_training()
-
-
 def hub_id(settings: Settings) -> str:
     """The repository to publish to."""
     return settings.training.hub_model_id or Path(settings.training.output_dir).resolve().name
-
-
-def command(arguments: Sequence[str]) -> str:
-    """The shell command that runs this script with ``arguments``."""
-    return shlex.join(["accelerate", "launch", "scripts/pretrain_codebert.py", *arguments])
-
-
-def without_resume(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` without the settings that say how to begin."""
-    kept, skip = [], False
-    for argument in arguments:
-        name = argument.partition("=")[0].replace("-", "_").lstrip("_")
-        begins = argument.startswith("--") and name in {"resume_from_checkpoint", "overwrite_output_dir"}
-        if not skip and not begins:
-            kept.append(argument)
-        skip = begins and name == "resume_from_checkpoint" and "=" not in argument
-    return kept
 
 
 if __name__ == "__main__":

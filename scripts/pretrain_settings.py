@@ -2,14 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import HfArgumentParser
 
-# Those that need no setting of their own.
-SCHEDULES = ["linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
+from loop_settings import LoopSettings, check_files, check_ranges, setting
 
 DEMO_STEPS = 4000  # about four minutes of the demo's model on two CPU cores
 
@@ -19,11 +17,6 @@ Without any option it is the demo: a small RoBERTa on the functions of this Pyth
 on a CPU.
 Several processes on one CPU: torchrun --nproc_per_node 2 scripts/pretrain_codebert.py --use_cpu
 """
-
-
-def setting(default: Any, help_text: str, **metadata: Any) -> Any:
-    """A dataclass field whose help text `--help` shows."""
-    return field(default=default, metadata={"help": help_text, **metadata})
 
 
 @dataclass(kw_only=True)
@@ -91,52 +84,18 @@ class DataSettings:
 
 
 @dataclass(kw_only=True)
-class TrainingSettings:
+class TrainingSettings(LoopSettings):
     """How it is trained, watched, kept and published."""
 
     _argument_group_name = "training"
 
     output_dir: str = setting("outputs/codebert-comera", "Folder for checkpoints, model, picture and figures.")
-    overwrite_output_dir: bool = setting(False, "Start over although the folder holds checkpoints: they are deleted.")
-    per_device_train_batch_size: int = setting(16, "Sequences a device takes at a time.")
-    per_device_eval_batch_size: int = setting(32, "The same while measuring the held-out loss.")
-    gradient_accumulation_steps: int = setting(1, "Batches whose gradients are added up for one step.")
-    optimizer: str = setting(
-        "tt_muon",
-        "tt_muon: orthogonalised momentum for the cores, AdamW for the rest. adamw: AdamW with a rate for each core.",
-        choices=["tt_muon", "adamw"],
-    )
-    learning_rate: float = setting(2e-3, "Peak rate, as for the dense model; the cores get theirs from it.")
-    weight_decay: float = setting(0.01, "Decay of AdamW; biases and norms have none.")
-    max_grad_norm: float = setting(1.0, "Gradients are cut to this norm.")
-    lr_scheduler_type: str = setting("linear", "Course of the learning rate.", choices=SCHEDULES)
-    num_warmup_steps: int = setting(100, "Steps over which the rate rises to its peak.")
     num_train_epochs: float | None = setting(
         None, f"Passes over the training data. Default: as many as make {DEMO_STEPS} steps, the length of the demo."
     )
-    max_train_steps: int | None = setting(None, "Steps in all; replaces --num_train_epochs.")
-    eval_steps: int = setting(250, "Measure the held-out loss every N steps.")
-    logging_steps: int = setting(10, "Renew the progress bar and the tracker every N steps.")
-    checkpointing_steps: int | None = setting(
-        None,
-        "Write a checkpoint every N steps. Default: only when the run is interrupted, removed once it is complete.",
-    )
-    save_total_limit: int = setting(2, "Checkpoints that are kept, the newest ones.")
-    resume_from_checkpoint: str | None = setting(None, 'Continue from this checkpoint folder, or from the "latest".')
-    seed: int = setting(42, "Decides initial weights, order of the data, masks and dropout.")
-    mixed_precision: str | None = setting(
-        None, "no, fp16 or bf16. Default: as given to accelerate launch.", choices=["no", "fp16", "bf16"]
-    )
-    use_cpu: bool = setting(False, "Train on the CPU although there is a GPU.")
-    num_threads: int | None = setting(
-        None, "CPU threads a process computes with. Default: all cores, shared out among the processes."
-    )
-    dataloader_num_workers: int = setting(0, "Processes that prepare batches ahead; the numbers stay the same.")
     speed_comparison_steps: int = setting(
         15, "At the end, time this many steps of the model and of its dense twin in turns. 0: do not."
     )
-    with_tracking: bool = setting(False, "Log to a tracker, see --report_to.")
-    report_to: str = setting("all", "tensorboard, wandb, trackio, ... or all that are installed.")
     push_to_hub: bool = setting(False, "Publish the finished model.")
     hub_model_id: str | None = setting(
         None, "Repository to publish to, e.g. me/codebert-comera. Default: the folder's name."
@@ -199,23 +158,16 @@ def _check_sources(model: ModelSettings, data: DataSettings) -> None:
         raise ValueError(f"--dataset_name {data.dataset_name} and --train_file {data.train_file}: give one of them.")
     if data.validation_file and not data.train_file:
         raise ValueError(f"--validation_file {data.validation_file} needs --train_file beside it.")
-    for name, path in (("train_file", data.train_file), ("validation_file", data.validation_file)):
-        if path and not Path(path).is_file():
-            raise ValueError(f"--{name} {path} is not a file here ({Path.cwd()}).")
+    check_files(train_file=data.train_file, validation_file=data.validation_file)
 
 
 def _check_ranges(settings: Settings) -> None:
     values = settings.as_dict()
-    for name in (
-        "rank", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-        "num_train_epochs", "max_train_steps", "learning_rate", "max_grad_norm", "vocab_size", "max_train_samples",
-        "max_eval_samples", "eval_steps", "logging_steps", "checkpointing_steps", "save_total_limit", "num_threads",
-    ):  # fmt: skip
-        if values[name] is not None and values[name] <= 0:
-            raise ValueError(f"--{name} {values[name]} must be greater than 0.")
-    for name in ("num_warmup_steps", "speed_comparison_steps", "weight_decay", "dataloader_num_workers"):
-        if values[name] < 0:
-            raise ValueError(f"--{name} {values[name]} must be 0 or greater.")
+    check_ranges(
+        values,
+        positive=("rank", "vocab_size", "max_train_samples", "max_eval_samples"),
+        not_negative=("speed_comparison_steps",),
+    )
     if not 0 < settings.data.mlm_probability < 1:
         raise ValueError(
             f"--mlm_probability {settings.data.mlm_probability} must lie between 0 and 1, for example 0.15."

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, PreTrainedTokenizerBase
 
-from masked_language import epoch_order
+from epoch_batches import epoch_order
 from quality_task import Batch, Task, model_loss
 
 LENGTH, BATCH_SIZE, MEASURING_BATCH_SIZE = 96, 64, 128

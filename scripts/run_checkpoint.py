@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 
+from loop_settings import LoopSettings
+
 _PREFIX = "checkpoint-"
 _UNFINISHED = ".unfinished"
 _SETTINGS, _HISTORY = "run_settings.json", "history.json"
@@ -51,10 +53,18 @@ def checkpoint_step(path: Path) -> int:
 
 
 def save_checkpoint(
-    accelerator: Accelerator, folder: Path, step: int, *, identity: dict[str, Any], history: dict[str, Any], keep: int
+    accelerator: Accelerator,
+    folder: Path,
+    step: int,
+    *,
+    identity: dict[str, Any],
+    history: dict[str, Any],
+    keep: int,
+    kept_folder: Path | None = None,
 ) -> Path:
     """Write everything needed to continue after ``step``, and drop all but the newest ``keep`` checkpoints.
 
+    ``kept_folder``, where it exists, is copied into the checkpoint; :func:`restore_folder` brings it back.
     Written under another name and renamed when it is whole: an interruption leaves no half checkpoint.
     """
     final, unfinished = folder / f"{_PREFIX}{step}", folder / f"{_PREFIX}{step}{_UNFINISHED}"
@@ -67,6 +77,8 @@ def save_checkpoint(
     accelerator.save_state(str(unfinished))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        if kept_folder is not None and kept_folder.is_dir():
+            shutil.copytree(kept_folder, unfinished / kept_folder.name)
         (unfinished / _SETTINGS).write_text(json.dumps(identity, indent=2), encoding="utf-8")
         (unfinished / _HISTORY).write_text(json.dumps(history), encoding="utf-8")
         if final.exists():
@@ -76,6 +88,15 @@ def save_checkpoint(
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
     return final
+
+
+def restore_folder(accelerator: Accelerator, checkpoint: Path, kept_folder: Path) -> None:
+    """Bring ``kept_folder`` to the state it had when the checkpoint was written."""
+    if accelerator.is_main_process:
+        shutil.rmtree(kept_folder, ignore_errors=True)
+        if (checkpoint / kept_folder.name).is_dir():
+            shutil.copytree(checkpoint / kept_folder.name, kept_folder)
+    accelerator.wait_for_everyone()
 
 
 def find_checkpoint(wanted: str, folder: Path) -> Path:
@@ -118,6 +139,17 @@ def read_history(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
             "or start a new run in another --output_dir."
         )
     return json.loads((path / _HISTORY).read_text(encoding="utf-8"))
+
+
+def open_folder(accelerator: Accelerator, training: LoopSettings) -> Path | None:
+    """Find the checkpoint to resume from, or else make the output folder of a new run."""
+    folder = Path(training.output_dir)
+    if training.resume_from_checkpoint:
+        return find_checkpoint(training.resume_from_checkpoint, folder)
+    if accelerator.is_main_process:
+        prepare_folder(folder, overwrite=training.overwrite_output_dir)
+    accelerator.wait_for_everyone()
+    return None
 
 
 def prepare_folder(folder: Path, *, overwrite: bool) -> None:

@@ -3,22 +3,20 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from datasets import DatasetDict
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_scheduler
 
 from code_corpus import load_corpus
 from code_sequences import encode_corpus, sequence_lengths
 from code_tokenizer import load_tokenizer, train_tokenizer
 from held_out import HeldOut, count_tokens
-from hf_comera import TTMuon, comera_param_groups
-from masked_language import Masking, TrainingBatches, held_out_batches
+from masked_language import Masking, TrainingBatches, held_out_batches, masked_loss
 from model_setup import DEMO_VOCABULARY, build_model, fit_to_tokenizer
-from pretrain_settings import DEMO_STEPS, Settings, TrainingSettings
-from run_checkpoint import find_checkpoint, fingerprint, prepare_folder, run_identity
+from pretrain_settings import DEMO_STEPS, Settings
+from run_checkpoint import fingerprint, run_identity
+from run_optimizer import count_steps, make_optimizer
 from train_loop import Run
 
 BETAS = (0.9, 0.98)  # RoBERTa's: the gradients of a masked loss change their size too fast for 0.999
@@ -35,18 +33,6 @@ class Data:
     held_out: HeldOut
     unigram_loss: float
     fingerprint: str
-
-
-def open_folder(accelerator: Accelerator, settings: Settings) -> Path | None:
-    """Find the checkpoint to resume from, or else make the output folder of a new run."""
-    training = settings.training
-    folder = Path(training.output_dir)
-    if training.resume_from_checkpoint:
-        return find_checkpoint(training.resume_from_checkpoint, folder)
-    if accelerator.is_main_process:
-        prepare_folder(folder, overwrite=training.overwrite_output_dir)
-    accelerator.wait_for_everyone()
-    return None
 
 
 def prepare_data(accelerator: Accelerator, settings: Settings, max_seq_length: int) -> Data:
@@ -100,32 +86,15 @@ def prepare_run(accelerator: Accelerator, settings: Settings, config: PreTrained
     set_seed(training.seed)
     model = build_model(settings.model, config)
     set_seed(training.seed, device_specific=True)  # from here on only dropout draws: differently in each process
-    optimizer = make_optimizer(model, training)
-    total_steps = count_steps(training, data.batches.batches_per_epoch)
+    optimizer = make_optimizer(model, training, BETAS)
+    total_steps = count_steps(training, data.batches.batches_per_epoch, default=DEMO_STEPS)
     model, optimizer = accelerator.prepare(model, optimizer)
     # The schedule is not prepared: Accelerate would advance it once per process and step.
     scheduler = get_scheduler(training.lr_scheduler_type, optimizer, training.num_warmup_steps, total_steps)
     accelerator.register_for_checkpointing(scheduler)
     facts = {"total_steps": total_steps, "data": data.fingerprint, "processes": accelerator.num_processes}
     return Run(
-        accelerator=accelerator, model=model, optimizer=optimizer, scheduler=scheduler, batches=data.batches,
-        held_out=data.held_out, settings=training, total_steps=total_steps,
+        accelerator=accelerator, model=model, loss=masked_loss, optimizer=optimizer, scheduler=scheduler,
+        batches=data.batches, held_out=data.held_out, settings=training, total_steps=total_steps,
         identity=run_identity(settings.as_dict(), facts),
     )  # fmt: skip
-
-
-def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.Optimizer:
-    """The optimizer the settings name; of a dense model both are AdamW."""
-    rate, decay = training.learning_rate, training.weight_decay
-    if training.optimizer == "tt_muon":
-        return TTMuon(model, rate, weight_decay=decay, betas=BETAS)
-    return torch.optim.AdamW(comera_param_groups(model, rate, weight_decay=decay), lr=rate, betas=BETAS, fused=True)
-
-
-def count_steps(training: TrainingSettings, batches_per_epoch: int) -> int:
-    """Steps of the whole run: as many as asked for, or as the epochs asked for have, or the demo's."""
-    if training.max_train_steps is not None:
-        return training.max_train_steps
-    if training.num_train_epochs is not None:
-        return max(1, round(training.num_train_epochs * batches_per_epoch / training.gradient_accumulation_steps))
-    return DEMO_STEPS

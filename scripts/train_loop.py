@@ -1,13 +1,11 @@
 """The training loop: steps, held-out losses, progress bar, checkpoints, and an orderly stop when interrupted."""
 
 import contextlib
-import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -16,10 +14,41 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
-from held_out import HeldOut
-from masked_language import TrainingBatches, masked_loss
-from pretrain_settings import TrainingSettings
+from epoch_batches import EpochBatches
+from interrupt import Interrupt
+from loop_settings import LoopSettings
 from run_checkpoint import save_checkpoint
+
+Batch = dict[str, Tensor]
+
+
+class HeldOutMeasure(Protocol):
+    """What a run is measured on while it is trained."""
+
+    def measure(self, accelerator: Accelerator, model: nn.Module) -> dict[str, float]:
+        """Figures by name, ``held_out_loss`` among them; all processes get the same."""
+
+
+class Adapter(Protocol):
+    """What changes the ranks of a model while it is trained; its state is part of the checkpoints."""
+
+    def before_step(self, loss: Tensor) -> None:
+        """Gradients are there and clipped. ``loss``: of this step, the mean over all processes, detached."""
+
+    def after_step(self) -> None:
+        """The optimizer has made its step."""
+
+    def finish(self) -> None:
+        """The last step is done; held-out figures are measured after this."""
+
+    def logs(self) -> dict[str, float]:
+        """Figures for the progress bar and the trackers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to continue."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from there."""
 
 
 @dataclass
@@ -30,6 +59,8 @@ class History:
     """Training loss of each step."""
     held_out: list[tuple[int, float]] = field(default_factory=list)
     """(step, held-out loss)."""
+    figures: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """(step, value) of everything else that is measured on held-out data, by name."""
     num_tokens: int = 0
     seconds: float = 0.0
     """Time spent on steps alone."""
@@ -40,20 +71,28 @@ class History:
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Run:
     """Everything the loop works on; model and optimizer are prepared by Accelerate."""
 
     accelerator: Accelerator
     model: nn.Module
+    loss: Callable[[nn.Module, Batch], Tensor]
+    """Mean loss of a batch."""
     optimizer: Optimizer
     scheduler: LRScheduler
-    batches: TrainingBatches
-    held_out: HeldOut
-    settings: TrainingSettings
+    batches: EpochBatches
+    held_out: HeldOutMeasure
+    settings: LoopSettings
     total_steps: int
     identity: dict[str, Any]
     history: History = field(default_factory=History)
+    adapter: Adapter | None = None
+    """Registered for checkpointing by whoever makes it."""
+    after_measuring: Callable[["Run"], None] = lambda run: None
+    """Called whenever new held-out figures are in the history."""
+    kept_folder: Path | None = None
+    """A folder beside the checkpoints that belongs into each of them."""
 
     @property
     def step(self) -> int:
@@ -70,34 +109,8 @@ class Run:
         return save_checkpoint(
             self.accelerator, self.folder, self.step,
             identity=self.identity, history=asdict(self.history), keep=self.settings.save_total_limit,
+            kept_folder=self.kept_folder,
         )  # fmt: skip
-
-
-class Interrupt:
-    """Remembers Ctrl-C or a termination signal, so that the step at hand can be finished first."""
-
-    def __init__(self) -> None:
-        self.signal_number = 0
-
-    def __enter__(self) -> "Interrupt":
-        self._before = {number: signal.signal(number, self._remember) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _remember(self, number: int, _: FrameType | None) -> None:
-        if self.signal_number:  # asked twice: do not wait
-            raise KeyboardInterrupt
-        self.signal_number = number
-
-    def agreed(self, accelerator: Accelerator) -> bool:
-        """Whether any process was asked to stop; all processes get the same answer."""
-        if accelerator.num_processes == 1:
-            return bool(self.signal_number)
-        flag = torch.tensor(int(bool(self.signal_number)), device=accelerator.device)
-        return bool(accelerator.reduce(flag, reduction="sum").item())
 
 
 def train(run: Run) -> bool:
@@ -115,15 +128,18 @@ def train(run: Run) -> bool:
     batches = _stream(run)
     with Interrupt() as interrupt, bar:
         if not run.step:
-            run.history.held_out.append((0, run.held_out.loss(accelerator, run.model)))
+            measure(run)
         _show(bar, run)
         while run.step < run.total_steps:
             optimizer_step(run, batches)
             bar.update()
             last = run.step == run.total_steps
-            if last or run.step % settings.eval_steps == 0:
-                run.history.held_out.append((run.step, run.held_out.loss(accelerator, run.model)))
-            if last or run.step % settings.logging_steps == 0 or run.step % settings.eval_steps == 0:
+            measured = last or run.step % settings.eval_steps == 0
+            if last and run.adapter:
+                run.adapter.finish()
+            if measured:
+                measure(run)
+            if measured or run.step % settings.logging_steps == 0:
                 _show(bar, run)
                 accelerator.log(_figures(run), step=run.step)
             stop = interrupt.agreed(accelerator) and not last
@@ -134,7 +150,15 @@ def train(run: Run) -> bool:
     return True
 
 
-def optimizer_step(run: Run, batches: Iterator[dict[str, Tensor]]) -> None:
+def measure(run: Run) -> None:
+    """Measure the model as it is, and note the figures down."""
+    for name, value in run.held_out.measure(run.accelerator, run.model).items():
+        values = run.history.held_out if name == "held_out_loss" else run.history.figures.setdefault(name, [])
+        values.append((run.step, value))
+    run.after_measuring(run)
+
+
+def optimizer_step(run: Run, batches: Iterator[Batch]) -> None:
     """One step over all its accumulated batches; its loss goes into the history."""
     start = time.perf_counter()
     accelerator, parts = run.accelerator, run.settings.gradient_accumulation_steps
@@ -143,20 +167,25 @@ def optimizer_step(run: Run, batches: Iterator[dict[str, Tensor]]) -> None:
         batch = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in next(batches).items()}
         waiting = accelerator.no_sync(run.model) if part < parts - 1 else contextlib.nullcontext()
         with waiting:
-            loss = masked_loss(run.model, batch) / parts
+            loss = run.loss(run.model, batch) / parts
             accelerator.backward(loss)
         sums += torch.stack([loss.detach().float(), batch["attention_mask"].sum().float()])
+    sums = accelerator.reduce(sums, reduction="sum")
     accelerator.clip_grad_norm_(run.model.parameters(), run.settings.max_grad_norm)
+    if run.adapter:
+        run.adapter.before_step(sums[0] / accelerator.num_processes)
     run.optimizer.step()
+    if run.adapter:
+        run.adapter.after_step()
     run.scheduler.step()
     run.optimizer.zero_grad()
-    loss_sum, num_tokens = accelerator.reduce(sums, reduction="sum").tolist()
+    loss_sum, num_tokens = sums.tolist()
     run.history.losses.append(loss_sum / accelerator.num_processes)
     run.history.num_tokens += int(num_tokens)
     run.history.seconds += time.perf_counter() - start
 
 
-def _stream(run: Run) -> Iterator[dict[str, Tensor]]:
+def _stream(run: Run) -> Iterator[Batch]:
     """The batches from the present step on. Which ones these are depends on nothing but their numbers."""
     parts = run.settings.gradient_accumulation_steps
     loader = torch.utils.data.DataLoader(
@@ -175,14 +204,19 @@ def _figures(run: Run) -> dict[str, float]:
     return {
         "loss": sum(recent) / len(recent),
         "held_out_loss": run.history.held_out[-1][1],
+        **{name: values[-1][1] for name, values in run.history.figures.items()},
         "learning_rate": run.scheduler.get_last_lr()[0],
         "tokens_per_s": run.history.tokens_per_s,
+        **(run.adapter.logs() if run.adapter else {}),
     }
 
 
 def _show(bar: tqdm, run: Run) -> None:
     shown = {"held-out": f"{run.history.held_out[-1][1]:.3f}"} if run.history.held_out else {}
+    shown |= {name: f"{values[-1][1]:.4f}" for name, values in run.history.figures.items()}
     if run.history.losses:
         figures = _figures(run)
         shown = {"loss": f"{figures['loss']:.3f}", **shown, "tokens/s": f"{figures['tokens_per_s']:,.0f}"}
+    if run.adapter:
+        shown |= {name: f"{value:.4g}" for name, value in run.adapter.logs().items()}
     bar.set_postfix(shown, refresh=False)

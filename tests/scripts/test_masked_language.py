@@ -15,7 +15,8 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
-from masked_language import IGNORED, Masking, TrainingBatches, epoch_order, held_out_batches, masked_loss
+from epoch_batches import epoch_order
+from masked_language import IGNORED, Masking, TrainingBatches, held_out_batches, masked_loss
 
 VOCABULARY = 1000
 

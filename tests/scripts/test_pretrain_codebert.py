@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import pretrain_codebert
+import run_start
 import train_loop
 from hf_comera import is_comera_model
 
@@ -139,7 +140,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize(("given", "kept"), COMMANDS)
 def test_command_to_resume_drops_how_the_run_began(given, kept):
-    assert pretrain_codebert.without_resume(given) == kept
+    assert run_start.without_resume(given) == kept
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import pytest
 
 from pretrain_settings import DEMO_STEPS, parse_settings
-from run_setup import count_steps
+from run_optimizer import count_steps
 
 
 def test_defaults_are_the_demo():
@@ -20,7 +20,7 @@ def test_defaults_are_the_demo():
 )
 def test_number_of_steps(options, expected):
     settings = parse_settings([*options, "--gradient_accumulation_steps", "2"])
-    assert count_steps(settings.training, batches_per_epoch=80) == expected
+    assert count_steps(settings.training, batches_per_epoch=80, default=DEMO_STEPS) == expected
 
 
 def test_options_are_read():

@@ -1,0 +1,89 @@
+"""The settings that every training script has: steps, rates, batches, checkpoints, trackers; and their ranges."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Those that need no setting of their own.
+SCHEDULES = ["linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
+
+
+def setting(default: Any, help_text: str, **metadata: Any) -> Any:
+    """A dataclass field whose help text `--help` shows."""
+    return field(default=default, metadata={"help": help_text, **metadata})
+
+
+@dataclass(kw_only=True)
+class LoopSettings:
+    """How a model is trained, watched and kept; a script derives its own from these."""
+
+    output_dir: str = setting("outputs", "Folder for checkpoints, model and figures.")
+    overwrite_output_dir: bool = setting(False, "Start over although the folder holds checkpoints: they are deleted.")
+    per_device_train_batch_size: int = setting(16, "Sequences a device takes at a time.")
+    per_device_eval_batch_size: int = setting(32, "The same while measuring the held-out loss.")
+    gradient_accumulation_steps: int = setting(1, "Batches whose gradients are added up for one step.")
+    optimizer: str = setting(
+        "tt_muon",
+        "tt_muon: orthogonalised momentum for the cores, AdamW for the rest. adamw: AdamW with a rate for each core.",
+        choices=["tt_muon", "adamw"],
+    )
+    learning_rate: float = setting(2e-3, "Peak rate, as for the dense model; the cores get theirs from it.")
+    weight_decay: float = setting(0.01, "Decay of AdamW; biases and norms have none.")
+    max_grad_norm: float = setting(1.0, "Gradients are cut to this norm.")
+    lr_scheduler_type: str = setting("linear", "Course of the learning rate.", choices=SCHEDULES)
+    num_warmup_steps: int = setting(100, "Steps over which the rate rises to its peak.")
+    num_train_epochs: float | None = setting(None, "Passes over the training data.")
+    max_train_steps: int | None = setting(None, "Steps in all; replaces --num_train_epochs.")
+    eval_steps: int | None = setting(250, "Measure the held-out loss every N steps.")
+    logging_steps: int = setting(10, "Renew the progress bar and the tracker every N steps.")
+    checkpointing_steps: int | None = setting(
+        None,
+        "Write a checkpoint every N steps. Default: only when the run is interrupted, removed once it is complete.",
+    )
+    save_total_limit: int = setting(2, "Checkpoints that are kept, the newest ones.")
+    resume_from_checkpoint: str | None = setting(None, 'Continue from this checkpoint folder, or from the "latest".')
+    seed: int = setting(42, "Decides all that is random: initial weights, order of the data, dropout, masks.")
+    mixed_precision: str | None = setting(
+        None, "no, fp16 or bf16. Default: as given to accelerate launch.", choices=["no", "fp16", "bf16"]
+    )
+    use_cpu: bool = setting(False, "Train on the CPU although there is a GPU.")
+    num_threads: int | None = setting(
+        None, "CPU threads a process computes with. Default: all cores, shared out among the processes."
+    )
+    dataloader_num_workers: int = setting(0, "Processes that prepare batches ahead; the numbers stay the same.")
+    with_tracking: bool = setting(False, "Log to a tracker, see --report_to.")
+    report_to: str = setting("all", "tensorboard, wandb, trackio, ... or all that are installed.")
+
+
+_POSITIVE = (
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_train_epochs",
+    "max_train_steps", "learning_rate", "max_grad_norm", "eval_steps", "logging_steps", "checkpointing_steps",
+    "save_total_limit", "num_threads",
+)  # fmt: skip
+_NOT_NEGATIVE = ("num_warmup_steps", "weight_decay", "dataloader_num_workers")
+
+
+def check_ranges(values: Mapping[str, Any], *, positive: Sequence[str] = (), not_negative: Sequence[str] = ()) -> None:
+    """Refuse values out of range among the settings of the loop and those that are named.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for name in (*positive, *_POSITIVE):
+        if values[name] is not None and values[name] <= 0:
+            raise ValueError(f"--{name} {values[name]} must be greater than 0.")
+    for name in (*not_negative, *_NOT_NEGATIVE):
+        if values[name] < 0:
+            raise ValueError(f"--{name} {values[name]} must be 0 or greater.")
+
+
+def check_files(**paths: str | None) -> None:
+    """Refuse settings that name a file which is not there.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for name, path in paths.items():
+        if path and not Path(path).is_file():
+            raise ValueError(f"--{name} {path} is not a file here ({Path.cwd()}).")

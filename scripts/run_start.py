@@ -1,0 +1,85 @@
+"""How a run's processes start and end, and the command that goes on with an interrupted one."""
+
+import gc
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+
+from freed_memory import keep_freed_memory
+from loop_settings import LoopSettings
+from train_loop import Run
+
+
+def make_accelerator(training: LoopSettings, name: str, settings: Mapping[str, Any]) -> Accelerator:
+    """The accelerator the settings ask for, with its trackers and the threads of the CPU.
+
+    Args:
+        training: How to train.
+        name: Of the project in the trackers.
+        settings: All settings, for the trackers.
+    """
+    accelerator = Accelerator(
+        mixed_precision=training.mixed_precision,
+        cpu=training.use_cpu,
+        log_with=training.report_to if training.with_tracking else None,
+        project_dir=training.output_dir,
+    )
+    if accelerator.device.type == "cpu":
+        # accelerate launch leaves one thread to a script it starts on the CPU without being told a number
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        keep_freed_memory()
+        torch.set_num_threads(training.num_threads or max(1, cores // accelerator.num_processes))
+    if training.with_tracking:
+        known = {name: value for name, value in settings.items() if value is not None}
+        accelerator.init_trackers(name, config=known)
+    return accelerator
+
+
+def describe_devices(accelerator: Accelerator) -> str:
+    """What is trained on, in a few words."""
+    devices = f"{accelerator.num_processes} x {accelerator.device.type}"
+    if accelerator.device.type == "cpu":
+        devices += f", {torch.get_num_threads()} threads each"
+    return devices
+
+
+def shut_down(accelerator: Accelerator, run: Run) -> None:
+    """Finish trackers and processes.
+
+    With gloo, a DDP object that outlives its process group deadlocks now and then (torch 2.13): its destructor joins a
+    thread that waits for the interpreter's lock. So it goes first.
+    """
+    run.model = accelerator.unwrap_model(run.model)
+    accelerator.free_memory()
+    gc.collect()
+    accelerator.end_training()
+
+
+def say_how_to_resume(run: Run, script: str, arguments: Sequence[str], console: Console) -> None:
+    """Print that the run was interrupted, and the command that goes on with it."""
+    resume = launch_command(script, [*without_resume(arguments), "--resume_from_checkpoint", "latest"])
+    console.print(
+        f"\nInterrupted after step {run.step} of {run.total_steps}; everything is saved. Go on with:\n  {resume}"
+    )
+
+
+def launch_command(script: str, arguments: Sequence[str]) -> str:
+    """The shell command that runs ``script`` with ``arguments``."""
+    return shlex.join(["accelerate", "launch", script, *arguments])
+
+
+def without_resume(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` without the settings that say how to begin."""
+    kept, skip = [], False
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("-", "_").lstrip("_")
+        begins = argument.startswith("--") and name in {"resume_from_checkpoint", "overwrite_output_dir"}
+        if not skip and not begins:
+            kept.append(argument)
+        skip = begins and name == "resume_from_checkpoint" and "=" not in argument
+    return kept
