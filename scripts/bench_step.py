@@ -11,15 +11,14 @@ import copy
 import statistics
 import time
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
+from transformers import BertForSequenceClassification, PreTrainedModel
 
-from hf_comera import ComeraConfig, CompressionPlan, TTMuon, comera_param_groups, get_comera_model, size_report
+from hf_comera import CompressionPlan, TTMuon, comera_param_groups, get_comera_model, size_report
 from hf_comera.compress import LayerPlan
 from interleaved_timing import (
     DENSE,
@@ -31,6 +30,7 @@ from interleaved_timing import (
     saved_for_backward,
     time_interleaved,
 )
+from six_encoders import DENSE_PARAMETERS, TENSOR_TRAIN_PARAMETERS, paper_shapes, six_encoders
 
 DESCRIPTION = """\
 Forward, backward, optimizer and zero_grad of BertForSequenceClassification
@@ -47,24 +47,6 @@ one thread: compare --dropout 0.
 SEQUENCES, LENGTH = 32, 128
 PROMISED = 3.4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-SQUARE = r"query|key|value|attention\.output\.dense|pooler\.dense"
-WIDEN = r"intermediate\.dense"
-NARROW = r"layer\.\d+\.output\.dense"
-FACTORS = {
-    "word_embeddings": {"in_factors": [16, 20, 10, 10], "out_factors": [4, 4, 8, 6]},
-    SQUARE: {"in_factors": [12, 8, 8], "out_factors": [8, 8, 12]},
-    WIDEN: {"in_factors": [12, 8, 8], "out_factors": [12, 16, 16]},
-    NARROW: {"in_factors": [16, 16, 12], "out_factors": [8, 8, 12]},
-}
-RANKS = {
-    "word_embeddings": [32, 32, 32],
-    SQUARE: [12, 30, 30, 30, 12],
-    WIDEN: [12, 30, 30, 30, 16],
-    NARROW: [16, 30, 30, 30, 12],
-}
-# The paper's code counts 4,362 more: the rank gates, which this model does not have.
-EXPECTED_PARAMETERS = MappingProxyType({DENSE: 66_957_315, TENSOR_TRAIN: 1_485_795})
 
 
 def main() -> None:
@@ -92,16 +74,13 @@ def build_models(dropout: float) -> dict[str, PreTrainedModel]:
     Raises:
         RuntimeError: If a model has not as many parameters as it should, or the logits of the two differ.
     """
-    config = BertConfig(
-        num_hidden_layers=6, num_labels=3, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
-    )
-    targets = ["word_embeddings", "query", "key", "value", "dense"]
-    comera_config = ComeraConfig(target_modules=targets, factor_pattern=FACTORS, rank_pattern=RANKS)
-    tensor_train = get_comera_model(BertForSequenceClassification, comera_config, config=config)
+    config = six_encoders(hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    tensor_train = get_comera_model(BertForSequenceClassification, paper_shapes(), config=config)
     print_plan(tensor_train.comera_plan())
     models = {DENSE: copy.deepcopy(tensor_train).merge_and_unload(), TENSOR_TRAIN: tensor_train}
     for form, model in models.items():
-        found, expected = size_report(model).parameters, EXPECTED_PARAMETERS[form]
+        found = size_report(model).parameters
+        expected = TENSOR_TRAIN_PARAMETERS if form == TENSOR_TRAIN else DENSE_PARAMETERS
         if found != expected:
             raise RuntimeError(
                 f"The {form} model has {found:,} parameters instead of {expected:,}: its factors or ranks are others."

@@ -4,7 +4,6 @@ Whatever the source, what leaves this file has the columns ``docstring`` and ``c
 code), or the one column ``text``, in the splits ``train`` and ``validation``.
 """
 
-import hashlib
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +12,7 @@ from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
 from code_functions import documented_functions, without_docstring
+from content_bucket import bucket
 from pretrain_settings import DataSettings
 
 # Column pairs (code, docstring): ours and CodeSearchNet's raw files, then CodeSearchNet on the Hub.
@@ -68,7 +68,7 @@ def standard_library_functions(root: Path | None = None, held_out_percentage: in
         relative = path.relative_to(root)
         if not SKIPPED_FOLDERS.isdisjoint(relative.parts):
             continue
-        split = "validation" if _bucket(relative.as_posix()) < held_out_percentage else "train"
+        split = "validation" if bucket(relative.as_posix()) < held_out_percentage else "train"
         for row in documented_functions(path):
             if row["code"] not in seen:  # a copy in another file would leak into the held-out part
                 seen.add(row["code"])
@@ -161,12 +161,7 @@ def _held_out_rows(rows: Dataset, percentage: int) -> list[bool | None]:
             return [{"train": False, held_out_name: True}.get(name) for name in names]
     columns = bimodal_columns(rows.column_names) or ("text",)
     contents = zip(*(rows[column] for column in columns), strict=True)
-    return [_bucket("\0".join(str(part) for part in content)) < percentage for content in contents]
-
-
-def _bucket(content: str) -> int:
-    """A number from 0 to 99 that depends on nothing but the content."""
-    return int.from_bytes(hashlib.blake2b(content.encode("utf-8", "replace"), digest_size=8).digest(), "big") % 100
+    return [bucket("\0".join(str(part) for part in content)) < percentage for content in contents]
 
 
 def _canonical(split: Dataset, name: str) -> Dataset:

@@ -1,5 +1,6 @@
 """The settings that every training script has: steps, rates, batches, checkpoints, trackers; and their ranges."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,20 @@ class LoopSettings:
     dataloader_num_workers: int = setting(0, "Processes that prepare batches ahead; the numbers stay the same.")
     with_tracking: bool = setting(False, "Log to a tracker, see --report_to.")
     report_to: str = setting("all", "tensorboard, wandb, trackio, ... or all that are installed.")
+
+
+@dataclass(frozen=True)
+class SettingGroups:
+    """The settings of a script: of the model, the data and the training."""
+
+    model: Any
+    data: Any
+    training: LoopSettings
+
+    def as_dict(self) -> dict[str, Any]:
+        """All settings by name, ready for JSON."""
+        groups = (self.model, self.data, self.training)
+        return {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
 
 
 _POSITIVE = (

@@ -1,13 +1,11 @@
 """The settings of pretrain_codebert.py: what each one means, and which combinations cannot work."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import HfArgumentParser
 
-from loop_settings import LoopSettings, check_files, check_ranges, setting
+from loop_settings import LoopSettings, SettingGroups, check_files, check_ranges, setting
 
 DEMO_STEPS = 4000  # about four minutes of the demo's model on two CPU cores
 
@@ -104,17 +102,12 @@ class TrainingSettings(LoopSettings):
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(SettingGroups):
     """The three groups together."""
 
     model: ModelSettings
     data: DataSettings
     training: TrainingSettings
-
-    def as_dict(self) -> dict[str, Any]:
-        """All settings by name, ready for JSON."""
-        groups = (self.model, self.data, self.training)
-        return {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
 
 
 def parse_settings(argv: Sequence[str] | None = None) -> Settings:

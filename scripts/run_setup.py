@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from datasets import DatasetDict
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_scheduler
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from code_corpus import load_corpus
 from code_sequences import encode_corpus, sequence_lengths
@@ -15,8 +14,8 @@ from held_out import HeldOut, count_tokens
 from masked_language import Masking, TrainingBatches, held_out_batches, masked_loss
 from model_setup import DEMO_VOCABULARY, build_model, fit_to_tokenizer
 from pretrain_settings import DEMO_STEPS, Settings
-from run_checkpoint import fingerprint, run_identity
-from run_optimizer import count_steps, make_optimizer
+from run_assembly import assemble_run
+from run_checkpoint import fingerprint
 from train_loop import Run
 
 BETAS = (0.9, 0.98)  # RoBERTa's: the gradients of a masked loss change their size too fast for 0.999
@@ -81,20 +80,9 @@ def prepare_tokenizer(accelerator: Accelerator, settings: Settings, text: Datase
 
 def prepare_run(accelerator: Accelerator, settings: Settings, config: PreTrainedConfig, data: Data) -> Run:
     """Build model, optimizer and schedule, and hand them to Accelerate."""
-    training = settings.training
     fit_to_tokenizer(config, data.tokenizer, pretrained=settings.model.model_name_or_path is not None)
-    set_seed(training.seed)
-    model = build_model(settings.model, config)
-    set_seed(training.seed, device_specific=True)  # from here on only dropout draws: differently in each process
-    optimizer = make_optimizer(model, training, BETAS)
-    total_steps = count_steps(training, data.batches.batches_per_epoch, default=DEMO_STEPS)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    # The schedule is not prepared: Accelerate would advance it once per process and step.
-    scheduler = get_scheduler(training.lr_scheduler_type, optimizer, training.num_warmup_steps, total_steps)
-    accelerator.register_for_checkpointing(scheduler)
-    facts = {"total_steps": total_steps, "data": data.fingerprint, "processes": accelerator.num_processes}
-    return Run(
-        accelerator=accelerator, model=model, loss=masked_loss, optimizer=optimizer, scheduler=scheduler,
-        batches=data.batches, held_out=data.held_out, settings=training, total_steps=total_steps,
-        identity=run_identity(settings.as_dict(), facts),
+    return assemble_run(
+        accelerator, settings, lambda: build_model(settings.model, config),
+        loss=masked_loss, batches=data.batches, held_out=data.held_out, fingerprint=data.fingerprint,
+        default_steps=DEMO_STEPS, betas=BETAS,
     )  # fmt: skip

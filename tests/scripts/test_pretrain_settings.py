@@ -3,7 +3,7 @@
 import pytest
 
 from pretrain_settings import DEMO_STEPS, parse_settings
-from run_optimizer import count_steps
+from run_assembly import count_steps
 
 
 def test_defaults_are_the_demo():
