@@ -21,7 +21,8 @@ FREE_SETTINGS = frozenset({
     "logging_steps", "dataloader_num_workers", "preprocessing_num_workers", "speed_comparison_steps",
     "with_tracking", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "use_cpu", "num_threads",
     "num_train_epochs", "max_train_steps",  # the number of steps that follows from them must be the same
-    "train_file", "validation_file", "dataset_name", "model_name_or_path", "config_name", "tokenizer_name",
+    "train_file", "validation_file", "test_file", "data_file", "fold_column", "dataset_name",
+    "results_file", "model_name_or_path", "config_name", "tokenizer_name",
 })  # fmt: skip
 
 

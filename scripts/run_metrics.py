@@ -12,7 +12,7 @@ import torch
 from interleaved_timing import machine
 from pretrain_report import Outcome
 
-PACKAGES = ("hf_comera", "torch", "transformers", "accelerate", "tokenizers", "datasets")
+PACKAGES = ("hf_comera", "torch", "transformers", "accelerate", "tokenizers", "datasets", "evaluate")
 
 
 def write_metrics(outcome: Outcome, folder: Path, settings: dict[str, Any]) -> Path:
@@ -38,8 +38,12 @@ def write_metrics(outcome: Outcome, folder: Path, settings: dict[str, Any]) -> P
         "settings": settings,
         "machine": describe_machine(),
     }
-    path = folder / "metrics.json"
-    beside = path.with_name("metrics.json.part")
+    return write_whole(figures, folder / "metrics.json")
+
+
+def write_whole(figures: dict[str, Any], path: Path) -> Path:
+    """Write ``figures`` as JSON, all or nothing."""
+    beside = path.with_name(f"{path.name}.part")
     beside.write_text(json.dumps(figures, indent=2), encoding="utf-8")
     return beside.replace(path)
 

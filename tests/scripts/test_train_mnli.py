@@ -1,0 +1,249 @@
+"""scripts/train_mnli.py: a run learns, resumes number for number, counts every pair, and reports what it measured."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+
+import nli_setup
+import train_loop
+import train_mnli
+from hf_comera import is_comera_model, size_report
+
+TINY = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,initializer_range=0.2"
+SCRIPT = Path(train_mnli.__file__)
+WORDS = ("cat", "dog", "bird", "fish", "horse", "cow", "mouse", "sheep")
+CLAIMS = {"entailment": "yes it is", "neutral": "maybe it is", "contradiction": "no it is"}
+
+
+def rows(count, start=0):
+    names = list(CLAIMS)
+    return [
+        {
+            "premise": f"a {WORDS[n % 8]} and a {WORDS[n // 8 % 8]} number {n}",
+            "hypothesis": f"{CLAIMS[names[n % 3]]} a {WORDS[n % 8]}",
+            "label": names[n % 3],
+        }
+        for n in range(start, start + count)
+    ]
+
+
+def write(path, pairs):
+    path.write_text("".join(json.dumps(row) + "\n" for row in pairs), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS, "a", "and", "number", "yes", "no", "maybe", "it", "is"]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+    wrapped.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def arguments(tokenizer_folder, tmp_path):
+    files = {
+        name: write(tmp_path / f"{name}.jsonl", rows(count, start))
+        for name, count, start in (("train", 96, 0), ("validation", 21, 100), ("test", 19, 200))
+    }
+    return [
+        *(part for name, path in files.items() for part in (f"--{name}_file", path)),
+        "--tokenizer_name", tokenizer_folder, "--output_dir", str(tmp_path / "out"), "--config_overrides", TINY,
+        "--max_length", "32", "--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "8",
+        "--gradient_accumulation_steps", "2", "--max_train_steps", "8", "--num_warmup_steps", "2", "--eval_steps", "3",
+        "--rank", "4", "--num_threads", "1", "--use_cpu", "--learning_rate", "1e-2",
+    ]  # fmt: skip
+
+
+def changed(arguments, name, value):
+    place = arguments.index(f"--{name}")
+    return [*arguments[: place + 1], str(value), *arguments[place + 2 :]]
+
+
+def without(arguments, name):
+    place = arguments.index(f"--{name}")
+    return [*arguments[:place], *arguments[place + 2 :]]
+
+
+def results(folder):
+    return json.loads((Path(folder) / "results.json").read_text(encoding="utf-8"))
+
+
+def plain_accuracy(folder, pairs):
+    """Counted one pair at a time, with the model as a user loads it."""
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    right = 0
+    for row in pairs:
+        encoded = tokenizer(row["premise"], row["hypothesis"], return_tensors="pt", return_token_type_ids=True)
+        with torch.no_grad():
+            right += model.config.id2label[int(model(**encoded).logits.argmax())] == row["label"]
+    return right / len(pairs)
+
+
+FORMS = [pytest.param([], True, id="tensor-train"), pytest.param(["--dense"], False, id="dense")]
+
+
+@pytest.mark.parametrize(("options", "compressed"), FORMS)
+def test_learns_and_reports_the_kept_model(arguments, tmp_path, options, compressed):
+    arguments = changed(arguments, "max_train_steps", 40)
+    arguments = arguments if compressed else without(arguments, "rank")
+    assert train_mnli.main([*arguments, *options]) == 0
+    figures = results(tmp_path / "out")
+    assert sum(figures["losses"][-10:]) / 10 < 0.5 * figures["losses"][0]
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert is_comera_model(model) is compressed
+    sizes = size_report(model)
+    assert (figures["parameters"], figures["bytes"]) == (sizes.parameters, sizes.bytes)
+    assert (figures["dense_ratio"] > 1) is (figures["tensorised_ratio"] > 1) is compressed
+    best = max(accuracy for _, accuracy in figures["held_out_accuracies"])
+    assert figures["accuracy"]["validation"] == best
+    assert [figures["chosen_step"], best] in figures["held_out_accuracies"]
+
+
+def test_every_pair_is_counted_in_the_accuracy(arguments, tmp_path):
+    """21 and 19 pairs in batches of 8: the last batches are not full."""
+    assert train_mnli.main(arguments) == 0
+    figures = results(tmp_path / "out")
+    assert figures["pairs"] == {"train": 96, "validation": 21, "test": 19}
+    for name, pairs in (("validation", rows(21, 100)), ("test", rows(19, 200))):
+        assert figures["accuracy"][name] == plain_accuracy(tmp_path / "out", pairs)
+
+
+def interrupt_after(monkeypatch, step):
+    """Send this process Ctrl-C in the middle of a step."""
+    take_step = train_loop.optimizer_step
+
+    def step_and_signal(run, batches):
+        if run.step == step - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        take_step(run, batches)
+
+    monkeypatch.setattr(train_loop, "optimizer_step", step_and_signal)
+
+
+def test_interrupted_run_resumes_number_for_number(arguments, tmp_path, monkeypatch, capsys):
+    assert train_mnli.main(arguments) == 0
+    expected = results(tmp_path / "out")
+    other = changed(arguments, "output_dir", tmp_path / "other")
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 4)
+        assert train_mnli.main(other) == 130
+    said = capsys.readouterr().out
+    assert "scripts/train_mnli.py" in said
+    assert "--resume_from_checkpoint latest" in said
+    torch.manual_seed(12345)  # a new process would have another state as well
+    assert train_mnli.main([*other, "--resume_from_checkpoint", "latest"]) == 0
+    resumed = results(tmp_path / "other")
+    assert len(resumed["losses"]) == 8
+    for name in ("losses", "held_out_losses", "held_out_accuracies", "accuracy", "loss", "chosen_step"):
+        assert resumed[name] == expected[name], name
+    assert not list((tmp_path / "other").glob("checkpoint-*"))
+    assert not (tmp_path / "other" / "best").exists()
+
+
+def test_best_model_of_the_checkpoint_comes_back_with_it(arguments, tmp_path):
+    """Resumed from a folder elsewhere, the model kept before the checkpoint is still there to be chosen."""
+    first = [*changed(arguments, "learning_rate", "1e-9"), "--checkpointing_steps", "4"]  # step 0 stays the best
+    assert train_mnli.main(first) == 0
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    again = changed(first, "output_dir", tmp_path / "other")
+    assert train_mnli.main([*again, "--resume_from_checkpoint", str(checkpoint)]) == 0
+    assert results(tmp_path / "other")["accuracy"] == results(tmp_path / "out")["accuracy"]
+    assert results(tmp_path / "other")["losses"] == results(tmp_path / "out")["losses"]
+
+
+class CountingAdapter:
+    """Says yes to everything and counts."""
+
+    def __init__(self):
+        self.calls = {"before_step": 0, "after_step": 0, "finish": 0}
+        self.losses = []
+
+    def before_step(self, loss):
+        self.calls["before_step"] += 1
+        self.losses.append(float(loss))
+        assert not loss.requires_grad
+
+    def after_step(self):
+        self.calls["after_step"] += 1
+
+    def finish(self):
+        self.calls["finish"] += 1
+
+    def logs(self):
+        return {"size": 1.0}
+
+    def state_dict(self):
+        return dict(self.calls)
+
+    def load_state_dict(self, state_dict):
+        self.calls = dict(state_dict)
+
+
+def test_adapter_of_ranks_is_asked_in_every_step_and_resumed(arguments, tmp_path, monkeypatch):
+    made = []
+
+    def prepare(accelerator, settings, data, adapter):
+        made.append(CountingAdapter())
+        return nli_setup.prepare_run(accelerator, settings, data, made[-1])
+
+    monkeypatch.setattr(train_mnli, "prepare_run", prepare)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 3)
+        assert train_mnli.main(arguments) == 130
+    assert train_mnli.main([*arguments, "--resume_from_checkpoint", "latest"]) == 0
+    assert made[-1].calls == {"before_step": 8, "after_step": 8, "finish": 1}
+    assert made[0].losses + made[1].losses == pytest.approx(results(tmp_path / "out")["losses"])
+
+
+def test_rows_are_added_and_those_of_the_same_run_replaced(arguments, tmp_path):
+    path = tmp_path / "figures" / "rows.csv"
+    short = [*changed(arguments, "max_train_steps", 1), "--results_file", str(path), "--overwrite_output_dir"]
+    for seed in ("1", "2", "2"):
+        assert train_mnli.main([*short, "--seed", seed]) == 0
+    with path.open(newline="", encoding="utf-8") as file:
+        written = list(csv.DictReader(file))
+    assert [row["seed"] for row in written] == ["1", "2"]
+    assert float(written[1]["accuracy_test"]) == pytest.approx(results(tmp_path / "out")["accuracy"]["test"], abs=1e-5)
+    assert written[0]["shapes"] == "rank 4"
+
+
+def test_checkpoints_of_other_data_are_refused(arguments, tmp_path):
+    assert train_mnli.main([*arguments, "--checkpointing_steps", "4"]) == 0
+    other = changed(arguments, "train_file", write(tmp_path / "other.jsonl", rows(96, 300)))
+    with pytest.raises(ValueError, match=r"data was .* is "):
+        train_mnli.main([*other, "--resume_from_checkpoint", "latest"])
+
+
+@pytest.mark.slow
+def test_two_processes_count_each_pair_once(arguments, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
+    sources = {"PYTHONPATH": str(SCRIPT.parents[1])}
+    finished = subprocess.run(
+        [*command, *arguments], cwd=tmp_path, env=os.environ | sources, capture_output=True, text=True, timeout=120
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    figures = results(tmp_path / "out")
+    assert len(figures["losses"]) == 8
+    for name, pairs in (("validation", rows(21, 100)), ("test", rows(19, 200))):
+        assert figures["accuracy"][name] == plain_accuracy(tmp_path / "out", pairs)
