@@ -35,7 +35,8 @@ class TensorTrainModule(nn.Module):
     ) -> None:
         self.num_cores = len(shapes)
         for index, shape in enumerate(shapes):
-            self.register_parameter(f"core_{index}", nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+            core = torch.empty(shape, device=device, dtype=dtype)
+            self.register_parameter(f"core_{index}", nn.Parameter(core, requires_grad=core.numel() > 0))
 
     def cores(self) -> list[Tensor]:
         """The cores, first to last."""
@@ -149,6 +150,8 @@ class TensorTrainModule(nn.Module):
         for gate, values in zip(self.rank_gates(), exact, strict=True):
             if torch.promote_types(gate.dtype, torch.float32) != gate.dtype:
                 gate.data = values.to(gate.device)
+                if gate.grad is not None:
+                    gate.grad = gate.grad.to(gate.dtype)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -160,10 +163,19 @@ class TensorTrainModule(nn.Module):
             if name == "bias" or parameter is None or incoming is None or incoming.shape == parameter.shape:
                 continue
             if incoming.ndim == parameter.ndim and incoming.shape[1:-1] == parameter.shape[1:-1]:
-                parameter.data = parameter.data.new_empty(incoming.shape)  # the object stays: optimizers hold it
-                parameter.grad = None
-                parameter.requires_grad_(parameter.requires_grad and incoming.numel() > 0)
+                trains = parameter.requires_grad or parameter.numel() == 0
+                _resize(parameter, incoming.shape)
+                parameter.requires_grad_(trains and incoming.numel() > 0)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _resize(parameter: Tensor, shape: torch.Size) -> None:
+    """Give ``parameter`` new memory of another shape; the object stays, since optimizers hold it."""
+    parameter.grad = None
+    # a change of dtype makes torch forget the shape that a graph still alive (the last loss) expects of gradients
+    new = parameter.data.new_empty(shape)
+    parameter.data = new.float() if new.dtype == torch.float16 else new.half()
+    parameter.data = new
 
 
 def removed_output(x: Tensor, features: int, bias: Tensor | None) -> Tensor:

@@ -56,7 +56,7 @@ class LazyWeight(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func == Tensor.requires_grad.__get__:  # a new wrapper at each access: never identical
-            return any(core.requires_grad for core in args[0]._module.cores())
+            return any(parameter.requires_grad for parameter in args[0]._module.train_parameters())
         return func(*tree_map(_dense, args), **tree_map(_dense, kwargs))
 
     @classmethod

@@ -82,9 +82,9 @@ class TTMEmbedding(TensorTrainModule):
         Tied heads come through this same call, so that hooks of FSDP2 and Accelerate on the embedding see both uses.
         """
         if self.is_removed:
-            features = self.num_embeddings if project else self.embedding_dim
-            like = x if project else self.core_0.new_empty(()).expand(*x.shape, 1)
-            return removed_output(like, features, bias)
+            if project:
+                return removed_output(x, self.num_embeddings, bias)
+            return self.core_0.new_zeros(*x.shape, self.embedding_dim)
         if project:
             return ttm_project(x, self.gated_cores(), self.num_embeddings, bias)
         return ttm_lookup(x, self.gated_cores(), self.num_embeddings, self.embedding_dim, self.padding_idx)
