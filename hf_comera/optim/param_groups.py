@@ -56,9 +56,11 @@ def comera_param_groups(
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     check_whole(tensor_train_modules(model))
     for name, module in tensor_train_modules(model).items():
+        if module.is_removed:
+            continue
         cores, rates = module.cores(), core_rates(name, module, lr)
         for place, (core, rate) in enumerate(zip(cores, rates, strict=True)):
-            if core.requires_grad and core.numel() > 0:
+            if core.requires_grad:
                 rounded = GRID ** round(math.log(rate, GRID))
                 key = (rounded, weight_decay * lr / (len(cores) * rounded))  # AdamW multiplies it by the rate again
                 _append(groups, key, key, "cores", f"{name}.core_{place}".removeprefix("."), core)

@@ -105,7 +105,9 @@ class TTMuon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with _exact_products(self.param_groups[0]["params"][0].device.type):
+        # the first group is empty once all layers are removed
+        devices = [group["params"][0].device.type for group in self.param_groups if group["params"]]
+        with _exact_products(devices[0] if devices else "cpu"):
             for group in self.param_groups:
                 if group["trains"] is None:
                     self._step_others(group)
