@@ -98,6 +98,7 @@ class ComeraQuantizer(HfQuantizer):
         if self.load_dtype is not None and not hasattr(HfQuantizer, "get_new_dtype"):
             _cast(model, self.load_dtype)
         _align(model)
+        _freeze_removed(model)
         return attach(model, self.quantization_config, self.errors)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -259,6 +260,13 @@ def _align(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT_BYTES:
             parameter.data = parameter.data.clone()
+
+
+def _freeze_removed(model: nn.Module) -> None:
+    """Parameters without entries ask for no gradient: DDP would wait for it."""
+    for parameter in model.parameters():
+        if parameter.numel() == 0:
+            parameter.requires_grad_(False)
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
