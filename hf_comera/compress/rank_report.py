@@ -67,11 +67,17 @@ class RankReport:
 
         Raises:
             ImportError: If matplotlib is missing.
+            ValueError: If the model has no layer in tensor-train form.
         """
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError('RankReport.plot needs matplotlib: pip install "hf_comera[plots]".') from error
+        if not self.after:
+            raise ValueError(
+                "The model has no layer in tensor-train form to draw. Make one with "
+                "get_comera_model(model, ComeraConfig(rank=30))."
+            )
         curve = len(self.steps) > 1
         height = max(3.0, 0.22 * len(self.after) + 1.2)
         figure = Figure(figsize=(13 if curve else 9, height), layout="constrained")
@@ -106,7 +112,7 @@ def rank_report(model: nn.Module) -> RankReport:
 
 def _heat_map(axis: Any, title: str, ranks: dict[str, tuple[int, ...]], highest: int, *, named: bool) -> Any:
     """One row a layer, one column a bond; bonds that a layer lacks stay blank."""
-    width = max((len(row) for row in ranks.values()), default=1)
+    width = max(1, *(len(row) for row in ranks.values()))
     values = [[float(rank) for rank in row] + [float("nan")] * (width - len(row)) for row in ranks.values()]
     image = axis.imshow(values, aspect="auto", vmin=0, vmax=highest, cmap="viridis", interpolation="nearest")
     axis.set(title=title, xlabel="bond", xticks=range(width), yticks=range(len(ranks)))
