@@ -16,7 +16,14 @@ from hf_comera.hub.model import is_comera_model, merge_and_unload
 from hf_comera.hub.push import push_to_hub
 from hf_comera.hub.quantizer import register
 from hf_comera.optim import TTMuon, comera_param_groups
-from hf_comera.training import ComeraCallback, ComeraTrainer, RankAdaptation, RankAdapter, add_rank_gates
+from hf_comera.training import (
+    ComeraCallback,
+    ComeraTrainer,
+    RankAdaptation,
+    RankAdapter,
+    add_rank_gates,
+    fold_rank_gates,
+)
 
 register()
 
@@ -34,6 +41,7 @@ __all__ = [
     "TTMuon",
     "add_rank_gates",
     "comera_param_groups",
+    "fold_rank_gates",
     "get_comera_model",
     "is_comera_model",
     "merge_and_unload",

@@ -9,6 +9,8 @@ from train_loop import Run
 class BestModel:
     """Keeps the model with the highest value of a held-out figure; of equals that with the lower held-out loss.
 
+    Models from before the ranks had their final size do not count.
+
     Args:
         folder: Where it is kept.
         figure: Name of the figure.
@@ -19,6 +21,8 @@ class BestModel:
 
     def consider(self, run: Run) -> None:
         """Keep the model of this moment if it is better than all before it."""
+        if run.step < run.first_choice:
+            return
         *before, now = self._worth(run)
         if all(now > other for other in before) and run.accelerator.is_main_process:
             part = self.folder.with_name(f"{self.folder.name}.part")  # an interruption leaves no half model
@@ -31,9 +35,9 @@ class BestModel:
     def step(self, run: Run) -> int:
         """After how many steps it was kept."""
         worth = self._worth(run)
-        return run.history.held_out[worth.index(max(worth))][0]
+        return run.history.held_out[worth.index(max(worth)) - len(worth)][0]
 
     def _worth(self, run: Run) -> list[tuple[float, float]]:
-        """How good the model was each time it was measured; more is better."""
+        """How good the model was each time it was measured since it could be chosen; more is better."""
         values = zip(run.history.figures[self.figure], run.history.held_out, strict=True)
-        return [(value, -loss) for (_, value), (_, loss) in values]
+        return [(value, -loss) for (step, value), (_, loss) in values if step >= run.first_choice]

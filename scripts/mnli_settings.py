@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from transformers import HfArgumentParser
 
 from loop_settings import LoopSettings, SettingGroups, check_files, check_ranges, setting
+from rank_settings import RankSettings, check_ranks
 
 RATE, DENSE_RATE = 1e-3, 3e-4  # the best of those tried on such pairs at width 256: scripts/results/bench_quality.csv
 
@@ -66,7 +67,7 @@ class DataSettings:
 
 
 @dataclass(kw_only=True)
-class TrainingSettings(LoopSettings):
+class TrainingSettings(RankSettings, LoopSettings):
     """How it is trained, watched and kept."""
 
     _argument_group_name = "training"
@@ -111,6 +112,7 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
     check_ranges(settings.as_dict(), positive=("rank", "max_train_samples", "max_eval_samples"))
     if settings.model.dense and settings.model.rank is not None:
         raise ValueError(f"--rank {settings.model.rank} is of tensor trains, which --dense has none of. Give one.")
+    check_ranks(settings.training, settings.model.dense)
     share = settings.data.validation_split_percentage
     if not 0 < share < 100:
         raise ValueError(f"--validation_split_percentage {share} must lie between 0 and 100, for example 2.")

@@ -17,7 +17,9 @@ from interleaved_timing import RESULTS
 from nli_results import ROW_IDENTITY
 
 Row = dict[str, str]
-HEADINGS = ("model", "data", "steps", "rate", "seeds", "parameters", "smaller", "TT layers", "seconds a step")
+HEADINGS = (
+    "model", "data", "steps", "rate", "seeds", "parameters", "smaller", "TT layers", "bytes", "seconds an epoch",
+)  # fmt: skip
 CAPTION = "± standard deviation over the seeds"
 
 
@@ -68,7 +70,8 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
 
 def _line(rows: Sequence[Row], measured: Sequence[str]) -> list[str]:
     first = rows[0]
-    model = ", ".join(filter(None, (first["shapes"], first["config_overrides"].replace(",", " "))))
+    parts = first["shapes"], first.get("ranks"), first["config_overrides"].replace(",", " ")
+    model = ", ".join(filter(None, parts))
     if first["shapes"] != "dense":
         model += f", {first['optimizer']}"
     return [
@@ -80,7 +83,8 @@ def _line(rows: Sequence[Row], measured: Sequence[str]) -> list[str]:
         f"{statistics.mean(int(row['parameters']) for row in rows):,.0f}",
         f"{statistics.mean(float(row['dense_ratio']) for row in rows):.1f}x",
         f"{statistics.mean(float(row['tensorised_ratio']) for row in rows):.1f}x",
-        _mean(rows, "seconds_per_step", 3),
+        f"{statistics.mean(int(row['bytes']) for row in rows):,.0f}",
+        _mean(rows, "seconds_per_epoch", 0),
         *(_mean(rows, name, 2, scale=100) for name in measured),
     ]
 

@@ -16,11 +16,12 @@ from mnli_settings import Settings
 from nli_data import describe_source
 from nli_model import describe_shapes
 from nli_setup import Data
+from rank_settings import describe_ranks
 from run_metrics import describe_machine, write_whole
 from train_loop import History, Run
 
 ROW_IDENTITY = (
-    "shapes", "config_overrides", "optimizer", "learning_rate", "weight_decay", "max_grad_norm",
+    "shapes", "ranks", "config_overrides", "optimizer", "learning_rate", "weight_decay", "max_grad_norm",
     "lr_scheduler_type", "num_warmup_steps", "batch_size", "steps", "max_length", "precision", "data",
     "training_pairs", "seed",
 )  # fmt: skip
@@ -125,6 +126,7 @@ def _row(outcome: NliOutcome, run: Run, settings: Settings) -> dict[str, Any]:
     identity = {
         **shared,
         "shapes": outcome.shapes,
+        "ranks": describe_ranks(training),
         "optimizer": "adamw" if model.dense else training.optimizer,
         "config_overrides": model.config_overrides or "",
         "batch_size": training.per_device_train_batch_size * per_step * processes,

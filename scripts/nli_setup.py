@@ -17,7 +17,7 @@ from nli_model import build_config, build_model, load_tokenizer
 from run_assembly import assemble_run
 from run_checkpoint import fingerprint
 from sentence_pairs import PairBatches, Pairs, encode_pairs
-from train_loop import Adapter, Run
+from train_loop import Run
 
 MULTIPLE = 8  # tokens; tensor cores want it
 
@@ -67,7 +67,7 @@ def prepare_data(accelerator: Accelerator, settings: Settings) -> Data:
     )  # fmt: skip
 
 
-def prepare_run(accelerator: Accelerator, settings: Settings, data: Data, adapter: Adapter | None) -> Run:
+def prepare_run(accelerator: Accelerator, settings: Settings, data: Data) -> Run:
     """Build model, optimizer and schedule, and keep the best model beside the checkpoints."""
     training = settings.training
     if training.eval_steps is None:
@@ -76,10 +76,8 @@ def prepare_run(accelerator: Accelerator, settings: Settings, data: Data, adapte
     run = assemble_run(
         accelerator, settings, lambda: build_model(settings.model, data.config),
         loss=pair_loss, batches=data.batches, held_out=data.held_out, fingerprint=data.fingerprint,
-        default_steps=0, adapter=adapter,
+        default_steps=0,
     )  # fmt: skip
-    if adapter is not None:
-        accelerator.register_for_checkpointing(adapter)
     best = BestModel(run.folder / "best")
     run.kept_folder, run.after_measuring = best.folder, best.consider
     return run

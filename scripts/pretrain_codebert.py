@@ -24,6 +24,7 @@ from loss_picture import draw_losses
 from model_setup import load_config, longest_sequence
 from pretrain_report import print_outcome
 from pretrain_settings import Settings, parse_settings
+from rank_outcome import show_ranks
 from run_checkpoint import open_folder, read_history, remove_checkpoints
 from run_metrics import write_metrics
 from run_setup import Data, prepare_data, prepare_run
@@ -104,6 +105,7 @@ def finish(run: Run, data: Data, settings: Settings, arguments: list[str], conso
         "max_seq_length": data.max_seq_length,
     }
     model, outcome = measure(run, settings, data.tokenizer, data.text["validation"], facts)
+    show_ranks(run, console)
     print_outcome(outcome, console)
     write_metrics(outcome, folder, settings.as_dict())
     if not draw_losses(outcome, folder / "loss.png"):

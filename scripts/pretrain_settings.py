@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from transformers import HfArgumentParser
 
 from loop_settings import LoopSettings, SettingGroups, check_files, check_ranges, setting
+from rank_settings import RankSettings, check_ranks
 
 DEMO_STEPS = 4000  # about four minutes of the demo's model on two CPU cores
 
@@ -82,7 +83,7 @@ class DataSettings:
 
 
 @dataclass(kw_only=True)
-class TrainingSettings(LoopSettings):
+class TrainingSettings(RankSettings, LoopSettings):
     """How it is trained, watched, kept and published."""
 
     _argument_group_name = "training"
@@ -125,6 +126,7 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
     settings = Settings(*parser.parse_args_into_dataclasses(args=None if argv is None else list(argv)))
     _check_sources(settings.model, settings.data)
     _check_ranges(settings)
+    check_ranks(settings.training, settings.model.dense)
     return settings
 
 

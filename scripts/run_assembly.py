@@ -10,8 +10,9 @@ from torch import nn
 from transformers import get_scheduler
 
 from epoch_batches import EpochBatches
-from hf_comera import TTMuon, comera_param_groups
+from hf_comera import RankAdapter, TTMuon, add_rank_gates, comera_param_groups
 from loop_settings import LoopSettings, SettingGroups
+from rank_settings import rank_adaptation
 from run_checkpoint import run_identity
 from train_loop import Run
 
@@ -27,7 +28,7 @@ def assemble_run(
     betas: tuple[float, float] = (0.9, 0.999),
     **others: Any,
 ) -> Run:
-    """Build model, optimizer and schedule, and hand them to Accelerate.
+    """Build model, optimizer, schedule and, if ranks are trained, what trains them; hand them to Accelerate.
 
     Args:
         accelerator: Where the run takes place.
@@ -42,6 +43,9 @@ def assemble_run(
     training = settings.training
     set_seed(training.seed)
     model = build()
+    adaptation = rank_adaptation(training, model)
+    if adaptation is not None:
+        add_rank_gates(model)
     set_seed(training.seed, device_specific=True)  # from here on only dropout draws: differently in each process
     optimizer = make_optimizer(model, training, betas)
     total_steps = count_steps(training, batches.batches_per_epoch, default=default_steps)
@@ -49,10 +53,15 @@ def assemble_run(
     # The schedule is not prepared: Accelerate would advance it once per process and step.
     scheduler = get_scheduler(training.lr_scheduler_type, optimizer, training.num_warmup_steps, total_steps)
     accelerator.register_for_checkpointing(scheduler)
+    adapter = None
+    if adaptation is not None:
+        adapter = RankAdapter(model, optimizer, adaptation, total_steps=total_steps)
+        accelerator.register_for_checkpointing(adapter)
     facts = {"total_steps": total_steps, "data": fingerprint, "processes": accelerator.num_processes}
     return Run(
         accelerator=accelerator, model=model, optimizer=optimizer, scheduler=scheduler, batches=batches,
-        settings=training, total_steps=total_steps, identity=run_identity(settings.as_dict(), facts), **others,
+        settings=training, total_steps=total_steps, identity=run_identity(settings.as_dict(), facts),
+        adapter=adapter, first_choice=0 if adapter is None else adapter.stages.early + adapter.stages.late, **others,
     )  # fmt: skip
 
 

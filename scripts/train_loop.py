@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from epoch_batches import EpochBatches
+from hf_comera import RankAdapter
 from interrupt import Interrupt
 from loop_settings import LoopSettings
 from run_checkpoint import save_checkpoint
@@ -27,28 +28,6 @@ class HeldOutMeasure(Protocol):
 
     def measure(self, accelerator: Accelerator, model: nn.Module) -> dict[str, float]:
         """Figures by name, ``held_out_loss`` among them; all processes get the same."""
-
-
-class Adapter(Protocol):
-    """What changes the ranks of a model while it is trained; its state is part of the checkpoints."""
-
-    def before_step(self, loss: Tensor) -> None:
-        """Gradients are there and clipped. ``loss``: of this step, the mean over all processes, detached."""
-
-    def after_step(self) -> None:
-        """The optimizer has made its step."""
-
-    def finish(self) -> None:
-        """The last step is done; held-out figures are measured after this."""
-
-    def logs(self) -> dict[str, float]:
-        """Figures for the progress bar and the trackers."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that is needed to continue."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there."""
 
 
 @dataclass
@@ -87,8 +66,10 @@ class Run:
     total_steps: int
     identity: dict[str, Any]
     history: History = field(default_factory=History)
-    adapter: Adapter | None = None
-    """Registered for checkpointing by whoever makes it."""
+    adapter: RankAdapter | None = None
+    """Trains the ranks; its state is part of the checkpoints."""
+    first_choice: int = 0
+    """Steps before which no model is final: it may still be larger than wanted."""
     after_measuring: Callable[["Run"], None] = lambda run: None
     """Called whenever new held-out figures are in the history."""
     kept_folder: Path | None = None
@@ -218,5 +199,6 @@ def _show(bar: tqdm, run: Run) -> None:
         figures = _figures(run)
         shown = {"loss": f"{figures['loss']:.3f}", **shown, "tokens/s": f"{figures['tokens_per_s']:,.0f}"}
     if run.adapter:
-        shown |= {name: f"{value:.4g}" for name, value in run.adapter.logs().items()}
+        ranks = run.adapter.logs()
+        shown |= {"ranks": f"{ranks['live_ranks']:.0f}", "parameters": f"{ranks['parameters']:,.0f}"}
     bar.set_postfix(shown, refresh=False)

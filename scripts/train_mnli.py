@@ -17,14 +17,15 @@ from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from best_model import BestModel
-from hf_comera import size_report
+from hf_comera import fold_rank_gates, size_report
 from mnli_settings import Settings, parse_settings
 from nli_data import describe_source
 from nli_results import measure, print_results, write_results
 from nli_setup import Data, prepare_data, prepare_run
+from rank_outcome import show_ranks
 from run_checkpoint import open_folder, read_history, remove_checkpoints, restore_folder
 from run_start import describe_devices, launch_command, make_accelerator, say_how_to_resume, shut_down
-from train_loop import Adapter, History, Run, train
+from train_loop import History, Run, train
 
 SCRIPT = "scripts/train_mnli.py"
 
@@ -48,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(quiet=not accelerator.is_main_process, soft_wrap=True)
     checkpoint = open_folder(accelerator, settings.training)
     data = prepare_data(accelerator, settings)
-    adapter: Adapter | None = None  # what changes ranks while training plugs in here
-    run = prepare_run(accelerator, settings, data, adapter)
+    run = prepare_run(accelerator, settings, data)
     describe(run, data, settings, console)
     if checkpoint is not None:
         history = read_history(checkpoint, run.identity)
@@ -92,12 +92,14 @@ def finish(run: Run, data: Data, settings: Settings, command: str, console: Cons
     """Load the best model the way a user would, measure it on all pairs, save and report; in every process."""
     accelerator, best = run.accelerator, BestModel(run.folder / "best")
     model = AutoModelForSequenceClassification.from_pretrained(best.folder).to(accelerator.device)
+    fold_rank_gates(model)
     outcome = measure(model, data, run, settings, best.step(run))
     accelerator.log({f"{name}_accuracy": value for name, value in outcome.accuracy.items()}, step=run.step)
     if accelerator.is_main_process:
         model.save_pretrained(run.folder)
         data.tokenizer.save_pretrained(run.folder)
         write_results(outcome, run, settings, data.parts.notes, command)
+        show_ranks(run, console)
         print_results(outcome, console)
         shutil.rmtree(best.folder)
         if settings.training.checkpointing_steps is None:

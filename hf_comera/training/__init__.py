@@ -3,7 +3,7 @@
 from hf_comera.training.callback import ComeraCallback
 from hf_comera.training.rank_adaptation import RankAdaptation
 from hf_comera.training.rank_adapter import RankAdapter
-from hf_comera.training.rank_gates import add_rank_gates
+from hf_comera.training.rank_gates import add_rank_gates, fold_rank_gates
 from hf_comera.training.trainer import ComeraTrainer, ComeraTrainerMixin
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "RankAdaptation",
     "RankAdapter",
     "add_rank_gates",
+    "fold_rank_gates",
 ]

@@ -56,7 +56,10 @@ class RankAdaptation:
     wanted_loss: float | None = None
     """L0 of the late stage. None: the smoothed training loss at the end of the early stage."""
 
-    min_rank: int = 0
+    threshold: float = 0.01
+    """A rank is dead, and cut, when its singular value is below this part of the largest at its bond. CoMERA's tau."""
+
+    min_rank: int = 1
     """Ranks of a linear layer that cuts on the way to the wanted size leave on every bond; 0: whole layers may go.
     Of an embedding at least one stays."""
 
@@ -75,6 +78,8 @@ class RankAdaptation:
         if self.target_parameters is not None:
             _check_integer("target_parameters", self.target_parameters, least=1, example=1_500_000)
         _check_integer("min_rank", self.min_rank, least=0, example=0)
+        if not 0 <= self.threshold < 1:
+            raise ValueError(f"threshold={self.threshold} must be at least 0 and below 1, for example 0.01.")
         for name in ("gamma", "beta", "pressure", "rho"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative, for example {name}=0.1.")

@@ -11,10 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_comera.compress.rank_report import RankHistory
 from hf_comera.compress.size import size_report
+from hf_comera.modules import TensorTrainModule
+from hf_comera.training.basis import to_canonical_basis
 from hf_comera.training.bond_table import BondTable
+from hf_comera.training.importance import bond_effects, rank_importance
 from hf_comera.training.pruning import cut_ranks, drop_removed
 from hf_comera.training.rank_adaptation import RankAdaptation, core_budget, count_gates
-from hf_comera.training.rank_gates import bare_model, check_gates, fold_gates, gate_rate, rewrap
+from hf_comera.training.rank_gates import bare_model, check_gates, fold_rank_gates, gate_rate, rewrap
 from hf_comera.training.rank_objective import exact_size, late_weight, relative_push, relaxed_size, shrink
 from hf_comera.training.trimming import choose_ranks, smallest_size, train_ranks
 
@@ -24,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 LOSS_MEMORY = 0.95
 """Decay a step of the smoothed loss."""
-IMPORTANCE_MEMORY = 0.98
-"""Decay a step of the importances: the last fifty steps or so decide."""
+EFFECT_MEMORY = 0.98
+"""Decay a step of what the loss depends on: the last fifty steps or so decide."""
 
 
 class RankAdapter:
@@ -45,10 +48,9 @@ class RankAdapter:
             optimizer.zero_grad()
         adapter.finish()
 
-    A rank's importance is the mean square of ``d * dL/dd`` over the last steps, d its gate: to second order what the
-    loss would rise by without it, in units that are the same for all layers. It costs nothing: the gates have their
-    gradients anyway. Gates are moved by the optimizer for the loss, and by a proximal step, which reaches exact zeros,
-    for the size.
+    Gates are moved by the optimizer for the loss, and by a proximal step for the size. At every cut the bonds are put
+    into their canonical bases, where ranks are orthogonal and sorted and gates are folded into them; then dead ranks
+    are cut and, where a size is wanted, the least important ones (:func:`rank_importance`).
 
     Args:
         model: A compressed model with rank gates (:func:`hf_comera.training.add_rank_gates`), bare or in DDP.
@@ -61,7 +63,7 @@ class RankAdapter:
             training, or the wanted size cannot be reached; the smallest possible one is named.
 
     Source:
-        CoMERA, arXiv:2405.14377 (gates, stages, size objective); importance: Molchanov et al., arXiv:1906.10771.
+        CoMERA, arXiv:2405.14377 (gates, stages, size objective); cuts in canonical bases are ours.
     """
 
     def __init__(
@@ -78,7 +80,8 @@ class RankAdapter:
         self.dense_size = sum(module.num_dense_parameters for module in self.table.layers.values())
         self.step = 0
         device = self.table.gates[0].device
-        self.importance = torch.zeros(self.table.num_gates, device=device)
+        self.effects = torch.zeros(len(self.table.gates), dtype=torch.float64, device=device)
+        """Decayed mean of what the loss depends on each bond."""
         self.loss_sums = torch.zeros(2, dtype=torch.float64, device=device)
         """Decayed sum of losses, and of ones."""
         self.wanted_loss = torch.full((), settings.wanted_loss or torch.nan, dtype=torch.float64, device=device)
@@ -102,8 +105,7 @@ class RankAdapter:
             value = value / dist.get_world_size(self.wrapped.process_group)
         self.loss_sums.mul_(LOSS_MEMORY).add_(torch.stack([value, torch.ones_like(value)]), alpha=1 - LOSS_MEMORY)
         gradients = [torch.zeros_like(gate) if gate.grad is None else gate.grad for gate in self.table.gates]
-        effect = (self.table.flat(gradients) * self.table.flat()).square()
-        self.importance.lerp_(effect.nan_to_num(0.0, 0.0, 0.0), 1 - IMPORTANCE_MEMORY)
+        self.effects.lerp_(bond_effects(self.table, self.table.flat(), self.table.flat(gradients)), 1 - EFFECT_MEMORY)
         self._rate = gate_rate(self.optimizer, self.table.gates[0])  # schedulers change it after the step
 
     @torch.no_grad()
@@ -127,7 +129,7 @@ class RankAdapter:
                 "without training after it.", self.step, self.stages.total,
             )  # fmt: skip
             self._cut(self.budget)
-        fold_gates(self.model, self.optimizer)
+        fold_rank_gates(self.model, self.optimizer)
         self.table = BondTable.of(self.model)
         rewrap(self.wrapped)
         self._record()
@@ -140,15 +142,15 @@ class RankAdapter:
     def logs(self) -> dict[str, float]:
         """Figures for the progress bar and trackers; reads from the device."""
         stage = {"early": 0.0, "late": 1.0, "final": 2.0}[self.stages.name(self.step)]
+        trains = (module for module in self.model.modules() if isinstance(module, TensorTrainModule))
         figures = {
-            "parameters": float(self._parameters()),
             "rank_stage": stage,
-            "rank_loss": float(self.smoothed_loss),
+            "live_ranks": float(sum(sum(module.ranks) for module in trains)),
+            "parameters": float(self._parameters()),
+            "smoothed_loss": float(self.smoothed_loss),
         }
         if self.table.gates:
-            gates = self.table.flat()
-            figures["live_ranks"] = float((gates != 0).sum())
-            figures["relaxed_size"] = float(relaxed_size(self.table, gates)) / self.dense_size
+            figures["relaxed_size"] = float(relaxed_size(self.table, self.table.flat())) / self.dense_size
         return figures
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,7 +158,7 @@ class RankAdapter:
         return {
             "step": self.step,
             "start_size": self.start_size,
-            "importance": self.importance.tolist(),
+            "effects": self.effects.tolist(),
             "loss_sums": self.loss_sums.tolist(),
             "wanted_loss": None if torch.isnan(self.wanted_loss) else self.wanted_loss.item(),
             "history": {**vars(self.history)},
@@ -166,13 +168,13 @@ class RankAdapter:
         """Go on from :meth:`state_dict`; model and optimizer must be loaded first."""
         drop_removed(self.optimizer)
         self.table = BondTable.of(self.model)
-        if len(state["importance"]) != self.table.num_gates:
+        if len(state["effects"]) != len(self.table.gates):
             raise ValueError(
-                f"The state of rank adaptation is of {len(state['importance'])} ranks, but the model has "
-                f"{self.table.num_gates}. Load the model of the same checkpoint first."
+                f"The state of rank adaptation is of {len(state['effects'])} bonds, but the model has "
+                f"{len(self.table.gates)}. Load the model of the same checkpoint first."
             )
         self.step, self.start_size = state["step"], state["start_size"]
-        self.importance = self.importance.new_tensor(state["importance"])
+        self.effects = self.effects.new_tensor(state["effects"])
         self.loss_sums = self.loss_sums.new_tensor(state["loss_sums"])
         if state["wanted_loss"] is not None:
             self.wanted_loss.fill_(state["wanted_loss"])
@@ -205,17 +207,18 @@ class RankAdapter:
         return max(self.stages.budget(self.step, self.start_size, self.budget), self.budget)
 
     def _cut(self, budget: int | None) -> None:
-        """Cut the ranks whose gates are zero and, above ``budget``, the least important others."""
-        wanted = self.budget or 0
-        chosen = self._agreed(choose_ranks(self.table, self.importance, self.settings.min_rank, budget, wanted))
+        """Go to the canonical bases; cut dead ranks and, above ``budget``, the least important others."""
+        spectra = to_canonical_basis(self.table.layers, self.optimizer)
+        importance = rank_importance(self.table, self.effects, spectra, self.settings.threshold)
+        chosen = choose_ranks(self.table, importance, self.settings.min_rank, budget, self.budget or 0)
+        chosen = self._agreed(chosen)
         if [len(index) for index in chosen] == [gate.numel() for gate in self.table.gates]:
             return
         bonds = iter(chosen)
         kept = {name: [next(bonds) for _ in module.rank_gates()] for name, module in self.table.layers.items()}
-        parts = zip(self.table.split(self.importance), chosen, strict=True)
-        importance = [part[index.to(part.device)] for part, index in parts]
+        self.effects = self.effects[[place for place, index in enumerate(chosen) if len(index)]]
         cut_ranks(self.table.layers, kept, self.optimizer)
-        self.table, self.importance = BondTable.of(self.model), torch.cat(importance)
+        self.table = BondTable.of(self.model)
         rewrap(self.wrapped)
         self._record()
 
@@ -242,7 +245,8 @@ class RankAdapter:
         if self.budget is None:
             return
         cores = self._core_parameters()
-        smallest = smallest_size(train_ranks(self.table, self.importance, self.settings.min_rank))
+        zeros = torch.zeros(self.table.num_gates)
+        smallest = smallest_size(train_ranks(self.table, zeros, self.settings.min_rank))
         others = self._parameters() - cores
         if self.budget < smallest:
             raise ValueError(self._impossible(self.budget + others, others, smallest))

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_comera.modules import TensorTrainModule
 from hf_comera.training.bond_table import gated_layers
 
-__all__ = ["add_rank_gates", "bare_model", "check_gates", "fold_gates", "gate_rate", "rewrap"]
+__all__ = ["add_rank_gates", "bare_model", "check_gates", "fold_rank_gates", "gate_rate", "rewrap"]
 
 
 def add_rank_gates(model: nn.Module) -> None:
@@ -71,7 +71,7 @@ def gate_rate(optimizer: torch.optim.Optimizer, gate: torch.Tensor) -> float:
     return next(group["lr"] for group in optimizer.param_groups if any(p is gate for p in group["params"]))
 
 
-def fold_gates(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def fold_rank_gates(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Multiply all gates into the cores and take them out of model and optimizer."""
     gates = set()
     for module in model.modules():

@@ -118,14 +118,14 @@ def trim(trains: Sequence[TrainRanks], budget: int) -> list[list[np.ndarray]]:
 def choose_ranks(
     table: BondTable, importance: Tensor, min_rank: int, budget: int | None = None, wanted: int = 0
 ) -> list[Tensor]:
-    """Which ranks to keep: without a budget those whose gates are not zero, with one the most important that fit in.
+    """Which ranks to keep: without a budget those that are not dead, with one the most important that fit in.
 
-    With a budget, ranks whose gates are zero go first, also where the budget would leave room for them, but no more of
-    them than the wanted size asks for: their gates may rise again.
+    With a budget, dead ranks go first, also where the budget would leave room for them, but no more of them than the
+    wanted size asks for.
 
     Args:
         table: Of the model.
-        importance: Of every gate, ``(G,)``, not negative.
+        importance: Of every rank, ``(G,)``; negative if it is dead.
         min_rank: Ranks of a linear layer that the budget leaves on every bond.
         budget: Largest number of entries of all cores of the table now, or None.
         wanted: The number that it will be in the end.
@@ -133,12 +133,10 @@ def choose_ranks(
     Returns:
         For each bond of the table the indices to keep, ascending, on the CPU; none on any bond of a removed layer.
     """
-    gates = [gate.detach().cpu() for gate in table.gates]
     if budget is None:
-        live = [gate.nonzero().flatten() for gate in gates]
+        live = [(part >= 0).nonzero().flatten().cpu() for part in table.split(importance)]
         return [index for train in _by_layer(table, live) for index in _all_or_none(train)]
-    zero = torch.cat([gate == 0 for gate in gates]).to(importance.device)
-    trains = train_ranks(table, importance.masked_fill(zero, -1.0), min_rank)
+    trains = train_ranks(table, importance, min_rank)
     live_size = sum(train.live_size() for train in trains)
     kept = trim(trains, max(min(budget, live_size), wanted))
     return [torch.from_numpy(index) for train in kept for index in train]

@@ -14,7 +14,7 @@ All functions take stacks of trains of equal shapes: any leading axes before tho
 import torch
 from torch import Tensor
 
-__all__ = ["interface_factors", "interface_norms", "remove_gauge", "to_core", "to_orthogonal_gauge"]
+__all__ = ["interface_factors", "interface_grams", "interface_norms", "remove_gauge", "to_core", "to_orthogonal_gauge"]
 
 # Part of the mean that is added to the spectrum of an interface: a direction in which the other cores are almost zero
 # would otherwise ask for an almost infinite step.
@@ -28,7 +28,7 @@ def interface_factors(cores: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         cores ``(..., r_{k-1}, n_k, r_k)`` -> K + 1 lower triangles ``(..., r_k, r_k)`` of what is left of each bond,
         and as many of what is right of it; bond 0 is before the first core.
     """
-    left, right = _interface_grams(cores)
+    left, right = interface_grams(cores)
     return [_cholesky(gram) for gram in left], [_cholesky(gram) for gram in right]
 
 
@@ -40,7 +40,7 @@ def interface_norms(cores: list[Tensor]) -> list[float]:
     Shape:
         cores ``(r_{k-1}, n_k, r_k)`` -> K numbers.
     """
-    left, right = _interface_grams([core.detach().double() for core in cores])
+    left, right = interface_grams([core.detach().double() for core in cores])
     largest_before = [torch.linalg.eigvalsh(gram).max().item() for gram in left[:-1]]
     largest_behind = [torch.linalg.eigvalsh(gram).max().item() for gram in right[1:]]
     return [max(a * b, 0.0) ** 0.5 for a, b in zip(largest_before, largest_behind, strict=True)]
@@ -99,7 +99,7 @@ def remove_gauge(gradient: Tensor, core: Tensor, outer: Tensor, *, on_left: bool
     return (columns - mixed.mT @ frame).view_as(gradient)
 
 
-def _interface_grams(cores: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def interface_grams(cores: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Gram matrices ``(..., r_k, r_k)`` of what is left, and of what is right, of each of the K + 1 bonds."""
     ones = cores[0].new_ones(*cores[0].shape[:-3], 1, 1)
     left, right = [ones], [ones]

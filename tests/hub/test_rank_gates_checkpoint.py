@@ -11,7 +11,7 @@ from transformers import AutoModelForMaskedLM
 from hf_comera import ComeraConfig, get_comera_model, is_comera_model
 from hf_comera.modules import TTLinear
 from hf_comera.training.pruning import cut_ranks
-from hf_comera.training.rank_gates import add_rank_gates, fold_gates
+from hf_comera.training.rank_gates import add_rank_gates, fold_rank_gates
 from tests.architectures import ARCHITECTURES, every_architecture
 
 NOTHING = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
@@ -107,7 +107,7 @@ def test_the_format_version_is_the_lowest_that_will_do(tmp_path):
         assert model.comera_plan().layers[0].rank_gates
         model.save_pretrained(tmp_path)
         assert written_settings(tmp_path)["format_version"] == 3
-        fold_gates(model)
+        fold_rank_gates(model)
         model.save_pretrained(tmp_path)
         assert written_settings(tmp_path)["format_version"] == version
         assert not any("rank_gates" in entry for entry in written_settings(tmp_path)["layers"].values())
@@ -182,7 +182,7 @@ def test_the_plan_shows_gates_and_removed_layers():
         assert layer.rank_gates
         assert layer.parameters == model.get_submodule(name).num_core_parameters
     assert QUERY in str(model.comera_plan())
-    fold_gates(model)
+    fold_rank_gates(model)
     assert not any(layer.rank_gates for layer in model.comera_plan())
 
 

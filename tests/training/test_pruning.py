@@ -227,7 +227,7 @@ def test_wrappers_are_looked_through_and_none_will_do(wrapped):
 
 def test_state_of_other_shapes_is_left_alone():
     model, optimizer = trained(OPTIMIZERS["sgd"])
-    factored = {"row": torch.ones(4, 3), "column": torch.ones(5), "steps": 7, "nothing": None}
+    factored = {"row": torch.ones(4, 3, 1), "column": torch.ones(5), "steps": 7, "nothing": None}
     optimizer.state[model[0].core_1] = {**factored, "full": torch.ones(4, 3, 5)}
     cut_ranks(trains(model), KEPT, optimizer)
     state = optimizer.state[model[0].core_1]

@@ -1,0 +1,88 @@
+"""The settings of rank adaptation that every training script has, and what they become."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hf_comera import RankAdaptation, size_report
+from loop_settings import setting
+
+_WANTED = ("target_ratio", "target_parameters", "target_core_ratio")
+
+
+@dataclass(kw_only=True)
+class RankSettings:
+    """Whether and how ranks are trained; part of the settings of the training."""
+
+    adapt_ranks: bool = setting(
+        False, "Train the ranks with the task and cut dead ones. One of the three targets below implies it."
+    )
+    target_ratio: float | None = setting(
+        None, "Wanted size: parameters of the model over those of the dense model, e.g. 0.02. It is met exactly."
+    )
+    target_parameters: int | None = setting(None, "The same as a number of parameters, e.g. 1500000.")
+    target_core_ratio: float | None = setting(
+        None, "The same as core parameters over those the model starts with, e.g. 0.5."
+    )
+    early_stage: float = setting(
+        0.2, "Length of the early stage, before the first cut for size: a part of the training, or steps if above 1."
+    )
+    late_stage: float = setting(
+        0.5, "Length of the late stage, in which the size falls to the wanted one; likewise. Ranks then stay."
+    )
+
+
+def wants_adaptation(settings: RankSettings) -> bool:
+    """Whether ranks are to be trained."""
+    return settings.adapt_ranks or any(getattr(settings, name) is not None for name in _WANTED)
+
+
+def check_ranks(settings: RankSettings, dense: bool) -> None:
+    """Refuse what cannot work, before anything is loaded.
+
+    Raises:
+        ValueError: If more than one target is given, one is out of range, or the model is dense.
+    """
+    given = [f"--{name} {getattr(settings, name)}" for name in _WANTED if getattr(settings, name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are given. Give the one that you know.")
+    if dense and wants_adaptation(settings):
+        raise ValueError(
+            f"{given[0] if given else '--adapt_ranks'} is for tensor trains, which --dense has none of. Give one."
+        )
+    ratio = settings.target_core_ratio
+    if ratio is not None and not 0 < ratio <= 1:
+        raise ValueError(f"--target_core_ratio {ratio} must be above 0 and at most 1, for example 0.5.")
+    _settings(settings, settings.target_parameters)
+
+
+def rank_adaptation(settings: RankSettings, model: nn.Module) -> RankAdaptation | None:
+    """What :class:`RankAdapter` needs to know, for a compressed ``model`` as it starts; None if ranks stay."""
+    if not wants_adaptation(settings):
+        return None
+    parameters = settings.target_parameters
+    if settings.target_core_ratio is not None:
+        sizes = size_report(model)
+        others = sizes.parameters - sizes.compressed_parameters
+        parameters = others + int(settings.target_core_ratio * sizes.compressed_parameters)
+    return _settings(settings, parameters)
+
+
+def _settings(settings: RankSettings, parameters: int | None) -> RankAdaptation:
+    return RankAdaptation(
+        target_ratio=settings.target_ratio, target_parameters=parameters,
+        early=_steps(settings.early_stage), late=_steps(settings.late_stage),
+    )  # fmt: skip
+
+
+def _steps(length: float) -> int | float:
+    return int(length) if length > 1 else length
+
+
+def describe_ranks(settings: RankSettings) -> str:
+    """How ranks are trained, in a few words for tables; empty if they stay as they are."""
+    if not wants_adaptation(settings):
+        return ""
+    wanted = [f"{name}={getattr(settings, name)}" for name in _WANTED if getattr(settings, name) is not None]
+    stages = f"early {settings.early_stage:g}, late {settings.late_stage:g}"
+    return f"{wanted[0] if wanted else 'no wanted size'} ({stages})"

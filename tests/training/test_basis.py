@@ -1,0 +1,98 @@
+"""Changing the basis of layers in training: same outputs, same steps."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_comera import TTMuon, comera_param_groups
+from hf_comera.modules import TTLinear, TTMEmbedding
+from hf_comera.training.basis import to_canonical_basis
+
+OPTIMIZERS = {
+    "sgd": lambda layer: torch.optim.SGD(layer.parameters(), lr=0.01, momentum=0.9),
+    "adamw": lambda layer: torch.optim.AdamW(comera_param_groups(layer, 1e-2)),
+    "tt_muon": lambda layer: TTMuon(layer, 1e-2),
+}
+
+
+def trained(make, optimizer):
+    """A layer with uneven gates after two steps, and its optimizer."""
+    layer = make()
+    layer.add_rank_gates()
+    for gate in layer.rank_gates():
+        gate.data.uniform_(0.3, 1.2)
+    optimizer = OPTIMIZERS[optimizer](layer)
+    for _ in range(2):
+        step(layer, optimizer)
+    return layer, optimizer
+
+
+def step(layer, optimizer):
+    (layer.dense() * target(layer)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def target(layer):
+    return torch.randn(layer.weight_shape(), dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+
+LAYERS = {
+    "linear": lambda: TTLinear(24, 30, ranks=5, dtype=torch.float64),
+    "embedding": lambda: TTMEmbedding(60, 16, ranks=4, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_what_a_layer_computes_stays_and_gates_are_folded(make, optimizer):
+    layer, optimizer = trained(make, optimizer)
+    before, cores = layer.dense().detach(), layer.cores()
+    spectra = to_canonical_basis({"layer": layer}, optimizer)
+    torch.testing.assert_close(layer.dense().detach(), before)
+    assert [len(values) for values in spectra] == list(layer.ranks)
+    assert all((gate == 1).all() for gate in layer.rank_gates())
+    assert all(new is old for new, old in zip(layer.cores(), cores, strict=True))  # optimizers hold them
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_momentum_means_the_same_change_of_the_loss(make):
+    """The momentum is a gradient: what it says of any direction in which the implied matrix can move stays true."""
+    layer, optimizer = trained(make, "sgd")
+    old = copy.deepcopy(layer)
+    momenta = [optimizer.state[core]["momentum_buffer"].clone() for core in layer.cores()]
+    to_canonical_basis({"layer": layer}, optimizer)
+    new_momenta = [optimizer.state[core]["momentum_buffer"] for core in layer.cores()]
+    # along the cores themselves (each scaled on its own), where both bases can be compared
+    folded = [core.detach() for core in old.gated_cores()]
+    for place, (core, gated) in enumerate(zip(layer.cores(), folded, strict=True)):
+        gate = old.rank_gates()[place] if place < old.num_cores - 1 else torch.ones(1, dtype=torch.float64)
+        before = (momenta[place] / gate * gated).sum()
+        torch.testing.assert_close((new_momenta[place] * core).sum().detach(), before.detach())
+
+
+def test_gradients_move_as_the_momentum_does():
+    """With a constant gradient the momentum after the change is what the new gradient says."""
+    layer, optimizer = trained(LAYERS["linear"], "sgd")
+    (layer.dense() * target(layer)).sum().backward()
+    for core in layer.cores():
+        optimizer.state[core]["momentum_buffer"].copy_(core.grad)
+    to_canonical_basis({"layer": layer}, optimizer)
+    optimizer.zero_grad()
+    (layer.dense() * target(layer)).sum().backward()
+    for core in layer.cores():
+        torch.testing.assert_close(optimizer.state[core]["momentum_buffer"], core.grad)
+
+
+def test_second_moments_stay_positive_and_finite_also_with_gates_of_zero():
+    layer, optimizer = trained(LAYERS["linear"], "adamw")
+    layer.rank_gate_1.data[1] = 0
+    to_canonical_basis({"layer": layer}, optimizer)
+    for parameter in (*layer.cores(), *layer.rank_gates()):
+        state = optimizer.state[parameter]
+        assert (state["exp_avg_sq"] >= 0).all()
+        assert state["exp_avg_sq"].isfinite().all()
+        assert state["exp_avg"].isfinite().all()
+    step(layer, optimizer)
+    assert layer.dense().isfinite().all()
