@@ -46,9 +46,9 @@ class TTMuon(torch.optim.Optimizer):
     equal step on the matrix), freed of what a neighbour does as well, and orthogonalised; so every direction that the
     core can give the matrix gets an equal step. Of m cores that move, each has a step of spectral norm
     ``certainty * lr * COHERENCE * sqrt(rows * columns / m)`` in that gauge at its own bond, to the accuracy of the
-    iteration (0.7 to 1.2); the steps of different cores are orthogonal, but for the two at the middle. The certainty
-    of a core is the norm of the mean of its last gradients over the mean of their norms: 1 where all agree, 0.23 where
-    they are noise (at momentum 0.9). AdamW's steps shrink in the same way.
+    iteration (0.7 to 1.2); the steps of different cores are orthogonal, and at full rank there is one, that of the
+    dense matrix. The certainty of a core is the norm of the mean of its last gradients over the mean of their norms:
+    1 where all agree, 0.23 where they are noise (at momentum 0.9). AdamW's steps shrink in the same way.
 
     Neither the scale of the gradients nor, up to damping, scale and basis between the cores matter to the steps of
     cores. Weight decay shrinks the implied matrix by ``1 - lr * weight_decay``. Parameters that are no cores are
@@ -225,17 +225,18 @@ def _exact_products(device_type: str) -> Iterator[None]:
 def _orthogonal_steps(cores: list[Tensor], momenta: dict[int, Tensor], num_left: int) -> dict[int, Tensor]:
     """Steps of all cores that together move the implied matrix by about one in spectral norm.
 
-    What a neighbour towards the middle can do as well is left to it, if it has a gradient.
+    What a neighbour towards the centre can do as well is left to it, if it has a gradient.
 
     Shape:
         cores and momenta ``(trains, r_{k-1}, n_k, r_k)`` -> the same; cores that only mix ranks have no step.
     """
     left, right = interface_factors(cores)
+    centre = num_left - 1 if _left_is_larger(cores, num_left) else num_left
     steps = {}
     for place, momentum in momenta.items():
         on_left = place < num_left
         inner = place + 1 if on_left else place - 1
-        shared = (inner < num_left) == on_left and inner in momenta  # the two at the middle keep what both can do
+        shared = place != centre and inner in momenta
         if shared and _only_mixes_ranks(cores[place], on_left):
             continue
         before, behind = left[place], right[place + 1]
@@ -247,8 +248,13 @@ def _orthogonal_steps(cores: list[Tensor], momenta: dict[int, Tensor], num_left:
     return {place: step / math.sqrt(len(steps)) for place, step in steps.items()}
 
 
+def _left_is_larger(cores: list[Tensor], num_left: int) -> bool:
+    """Of the two cores at the middle bond; at full rank the larger one can do all that the other can."""
+    return 0 < num_left and (num_left == len(cores) or cores[num_left - 1].numel() > cores[num_left].numel())
+
+
 def _only_mixes_ranks(core: Tensor, on_left: bool) -> bool:
-    """Whether the neighbour towards the middle can do all that this core can: its unfolding is square."""
+    """Whether the neighbour towards the centre can do all that this core can: its unfolding is square."""
     *_, rank_before, factor, rank_behind = core.shape
     return rank_before * factor <= rank_behind if on_left else factor * rank_behind <= rank_before
 

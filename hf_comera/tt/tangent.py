@@ -73,17 +73,17 @@ def to_core(step: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def remove_gauge(gradient: Tensor, core: Tensor, outer: Tensor, *, on_left: bool) -> Tensor:
-    """Take out of a core's gradient what the neighbour towards the middle can do as well.
+    """Take out of a core's gradient what the neighbour towards the centre can do as well.
 
-    What only mixes the ranks of the bond towards the middle, ``core -> core X``, the next core can take over: both
-    would move the matrix in the same direction. Without that part the directions of all cores are orthogonal, but for
-    the two at the middle, which overlap.
+    What only mixes the ranks of the bond towards the centre, ``core -> core X``, the next core can take over: both
+    would move the matrix in the same direction. With that part left to one core, the centre, the directions of all
+    cores are orthogonal.
 
     Args:
         gradient: In the orthogonal gauge, ``(..., r_{k-1}, n_k, r_k)``.
         core: The core itself, same shape.
         outer: Factor of the interface on the outer side of the core.
-        on_left: Whether the middle of the train is to the right.
+        on_left: Whether the centre is to the right.
 
     Source:
         Tangent space of the manifold of tensor trains of fixed ranks: Holtz, Rohwedder, Schneider,

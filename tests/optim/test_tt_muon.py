@@ -37,15 +37,36 @@ def update_of(module, gradient, steps=1, **settings):
     return module.dense().detach() - before
 
 
-def test_at_full_rank_it_is_muon_on_the_dense_matrix():
-    module = TTLinear(12, 12, in_factors=[12], out_factors=[12], ranks=12, dtype=torch.float64)
-    gradient = torch.randn(12, 12, dtype=torch.float64)
+@pytest.mark.parametrize(("rows", "columns"), [(12, 12), (12, 20), (20, 12)])
+@pytest.mark.parametrize("order", [1, 2])
+def test_at_full_rank_it_is_muon_on_the_dense_matrix(rows, columns, order):
+    torch.manual_seed(0)
+    factors = {12: [[12], [4, 3]], 20: [[20], [4, 5]]}
+    in_factors, out_factors = factors[columns][order - 1], factors[rows][order - 1]
+    module = TTLinear(
+        columns, rows, in_factors=in_factors, out_factors=out_factors[::-1], ranks=100, dtype=torch.float64
+    )
+    gradient = torch.randn(rows, columns, dtype=torch.float64)
     update = update_of(module, gradient)
-    expected = -orthogonalize(gradient)
-    torch.testing.assert_close(update / update.norm(), expected / expected.norm(), atol=2e-3, rtol=0)
-    # both cores of a full-rank pair give the same step: two of 1 / sqrt(2) each
-    bound = 1e-6 * COHERENCE * 12 * 2**0.5
-    assert 0.7 * bound < torch.linalg.matrix_norm(update, 2) < 1.2 * bound
+    expected = -1e-6 * COHERENCE * (rows * columns) ** 0.5 * orthogonalize(gradient)
+    torch.testing.assert_close(update, expected, atol=2e-3 * expected.norm().item(), rtol=0)
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_no_two_cores_move_the_matrix_alike(order, ranks, monkeypatch):
+    monkeypatch.setattr("hf_comera.tt.tangent.DAMPING", 0.0)
+    module = layer(order=order, ranks=ranks, bias=False)
+    before = copy.deepcopy(module)
+    update_of(module, torch.randn(20, 12, dtype=torch.float64))
+    moved = []
+    for place, core in enumerate(module.cores()):
+        alone = copy.deepcopy(before)
+        alone.cores()[place].data = core.detach() - before.cores()[place].detach()
+        moved.append(alone.dense().detach().flatten())
+    overlap = torch.stack(moved) @ torch.stack(moved).T
+    assert overlap.diagonal().max() > 0
+    assert (overlap - overlap.diag().diag()).abs().max() < 1e-6 * overlap.diagonal().max()
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
