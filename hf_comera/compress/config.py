@@ -18,8 +18,7 @@ FORMAT_VERSION = 3
 """Newest version of the checkpoint format; raised when older releases could not read all that may be written.
 
 1: the format of the first release. 2: layers may have a rank activation. 3: layers may have rank gates, or no rank at
-all. A checkpoint says the lowest version that has
-all it uses, so that older releases go on reading what they can.
+all. A checkpoint says the lowest version that has all it uses, so that older releases go on reading what they can.
 """
 
 

@@ -99,12 +99,11 @@ def rank_report(model: nn.Module) -> RankReport:
     history: RankHistory = model.__dict__.get("_rank_history") or RankHistory()
     trains = {name: module for name, module in model.named_modules() if isinstance(module, TensorTrainModule)}
     report = size_report(model)
-    gates = sum(gate.numel() for module in trains.values() for gate in module.rank_gates())
     return RankReport(
         before={name: tuple(history.ranks_before.get(name, module.ranks)) for name, module in trains.items()},
         after={name: module.ranks for name, module in trains.items()},
-        parameters=report.parameters - gates,
-        dense_parameters=report.dense_parameters - gates,
+        parameters=report.parameters - report.gate_parameters,
+        dense_parameters=report.dense_parameters,
         steps=tuple(history.steps),
         sizes=tuple(history.parameters),
     )

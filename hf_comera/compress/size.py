@@ -22,6 +22,8 @@ class SizeReport:
     """Entries of the dense weights that the tensor trains stand for."""
     compressed_parameters: int
     """Entries of all cores."""
+    gate_parameters: int = 0
+    """Entries of all rank gates, which are gone when training ends; the dense model has none."""
 
     @property
     def ratio(self) -> float:
@@ -49,17 +51,19 @@ def size_report(model: nn.Module) -> SizeReport:
     compressed = sum(module.num_core_parameters for module in trains)
     dense = sum(module.num_dense_parameters for module in trains)
     parameters = list(model.parameters())
-    core_bytes = sum(core.numel() * core.element_size() for module in trains for core in module.cores())
+    gates = sum(gate.numel() for module in trains for gate in module.rank_gates())
+    own_bytes = sum(p.numel() * p.element_size() for module in trains for p in module.train_parameters())
     dense_bytes = sum(module.num_dense_parameters * module.cores()[0].element_size() for module in trains)
     total, total_bytes = sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
     return SizeReport(
-        dense_parameters=total - compressed + dense,
+        dense_parameters=total - compressed - gates + dense,
         parameters=total,
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-        dense_bytes=total_bytes - core_bytes + dense_bytes,
+        dense_bytes=total_bytes - own_bytes + dense_bytes,
         bytes=total_bytes,
         compressed_dense_parameters=dense,
         compressed_parameters=compressed,
+        gate_parameters=gates,
     )
 
 

@@ -124,6 +124,14 @@ class TensorTrainModule(nn.Module):
         """Replace the cores by the TT-SVD of ``weight`` (of shape :meth:`weight_shape`), at this layer's ranks."""
         raise NotImplementedError
 
+    def _check_ranks_left(self) -> None:
+        """Refuse to decompose into no ranks."""
+        if self.is_removed:
+            raise ValueError(
+                f"This {type(self).__name__} was removed: its ranks are {self.ranks}, into which no weight can be "
+                "decomposed. Load cores of other ranks with load_cores, or make a new layer."
+            )
+
     def load_cores(self, cores: Sequence[Tensor]) -> None:
         """Take over ``cores`` (of any ranks) as new parameters in this layer's dtype, on the device of ``cores``.
 
@@ -153,6 +161,13 @@ class TensorTrainModule(nn.Module):
                 if gate.grad is not None:
                     gate.grad = gate.grad.to(gate.dtype)
         return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Empty cores get memory of their own: without any, savers take them all for one shared tensor."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, parameter in self._parameters.items():
+            if parameter is not None and parameter.numel() == 0 and not keep_vars:
+                destination[prefix + name] = parameter.detach().new_empty(1)[:0].view(parameter.shape)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take on the ranks of the state first: training that has pruned ranks is resumed from it."""

@@ -139,7 +139,7 @@ class TTLinear(TensorTrainModule):
         """Replace the cores by the TT-SVD of ``weight`` (laid out as :meth:`weight_shape`), at this layer's ranks.
 
         Raises:
-            ValueError: If ``weight`` has another shape, or there is a rank activation.
+            ValueError: If ``weight`` has another shape, there is a rank activation, or the layer was removed.
         """
         if self.rank_activation is not None:
             raise ValueError(
@@ -148,6 +148,7 @@ class TTLinear(TensorTrainModule):
             )
         if tuple(weight.shape) != self.weight_shape():
             raise ValueError(f"weight has shape {tuple(weight.shape)}, but this layer needs {self.weight_shape()}.")
+        self._check_ranks_left()
         matrix = weight if self.transposed else weight.T
         self.load_cores(tt_svd(matrix, self.in_factors, self.out_factors, self.ranks))
         if bias is not None:

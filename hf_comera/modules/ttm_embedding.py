@@ -108,9 +108,14 @@ class TTMEmbedding(TensorTrainModule):
 
     @torch.no_grad()
     def load_dense(self, weight: Tensor) -> None:
-        """Replace the cores by the TT-SVD of the table ``weight``, at this layer's ranks."""
+        """Replace the cores by the TT-SVD of the table ``weight``, at this layer's ranks.
+
+        Raises:
+            ValueError: If ``weight`` has another shape, or the layer was removed.
+        """
         if tuple(weight.shape) != self.weight_shape():
             raise ValueError(f"weight has shape {tuple(weight.shape)}, but this layer needs {self.weight_shape()}.")
+        self._check_ranks_left()
         self.load_cores(ttm_svd(weight, self.in_factors, self.out_factors, self.ranks))
 
     def extra_repr(self) -> str:

@@ -28,11 +28,12 @@ def cut_ranks(
     Args:
         layers: Layers by name.
         kept: For the layers that change, the indices of the ranks to keep on each inner bond, ``int64``.
-        optimizer: Any optimizer of these parameters, or None. Accelerate's wrapper is looked through.
+        optimizer: An optimizer of these parameters whose state has their shapes (or one entry), or None. Accelerate's
+            wrapper is looked through.
 
     Raises:
-        ValueError: If a layer has another number of bonds, or the optimizer lacks a trainable core or gate; nothing
-            is changed then.
+        ValueError: If a layer has another number of bonds, the optimizer lacks a trainable core or gate, or its state
+            of one has another shape, as that of Adafactor; nothing is changed then.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     slicers: dict[nn.Parameter, tuple[nn.Module, str, Slicer]] = {}
@@ -100,6 +101,14 @@ def _check_held(optimizer: torch.optim.Optimizer, slicers: Mapping[nn.Parameter,
             f"The optimizer lacks {len(lacking)} trainable cores or gates of the model, for example {lacking[0]}. "
             "Make the optimizer of the model as it is now, for example TTMuon(model)."
         )
+    for parameter, (_, name, _) in slicers.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name} of shape "
+                    f"{tuple(parameter.shape)}, which cannot be cut along with it. Use an optimizer whose state has "
+                    "the shapes of the parameters, for example TTMuon(model) or AdamW."
+                )
 
 
 def _replace(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter, slicer: Slicer) -> None:

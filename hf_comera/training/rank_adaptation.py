@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from hf_comera.compress.size import size_report
-from hf_comera.modules import TensorTrainModule
 from hf_comera.training.stages import Stages, resolve_steps
 
-__all__ = ["RankAdaptation", "core_budget", "count_gates"]
+__all__ = ["RankAdaptation", "core_budget"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ class RankAdaptation:
 
     min_rank: int = 1
     """Ranks of a linear layer that cuts on the way to the wanted size leave on every bond; 0: whole layers may go.
-    Of an embedding at least one stays."""
+    Of an embedding they leave at least one."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""
@@ -124,18 +123,12 @@ def core_budget(settings: RankAdaptation, model: nn.Module, adaptable: int) -> i
     """
     if not settings.has_target:
         return None
-    report, gates = size_report(model), count_gates(model)
+    report = size_report(model)
     wanted = settings.target_parameters
     if settings.target_ratio is not None:
-        wanted = int(settings.target_ratio * (report.dense_parameters - gates))
+        wanted = int(settings.target_ratio * report.dense_parameters)
     assert wanted is not None
-    return wanted - (report.parameters - gates - adaptable)
-
-
-def count_gates(model: nn.Module) -> int:
-    """Entries of all rank gates."""
-    trains = (module for module in model.modules() if isinstance(module, TensorTrainModule))
-    return sum(gate.numel() for module in trains for gate in module.rank_gates())
+    return wanted - (report.parameters - report.gate_parameters - adaptable)
 
 
 def _check_integer(name: str, value: int, *, least: int, example: int) -> None:

@@ -16,7 +16,7 @@ from hf_comera.training.basis import to_canonical_basis
 from hf_comera.training.bond_table import BondTable
 from hf_comera.training.importance import bond_effects, rank_importance
 from hf_comera.training.pruning import cut_ranks, drop_removed
-from hf_comera.training.rank_adaptation import RankAdaptation, core_budget, count_gates
+from hf_comera.training.rank_adaptation import RankAdaptation, core_budget
 from hf_comera.training.rank_gates import bare_model, check_gates, fold_rank_gates, gate_rate, rewrap
 from hf_comera.training.rank_objective import exact_size, late_weight, relative_push, relaxed_size, shrink
 from hf_comera.training.trimming import choose_ranks, smallest_size, train_ranks
@@ -77,7 +77,7 @@ class RankAdapter:
         self.table = BondTable.of(self.model)
         self.budget = core_budget(settings, self.model, self._core_parameters())
         self.start_size = self._core_parameters()
-        self.dense_size = sum(module.num_dense_parameters for module in self.table.layers.values())
+        self.dense_size = size_report(self.model).compressed_dense_parameters
         self.step = 0
         device = self.table.gates[0].device
         self.effects = torch.zeros(len(self.table.gates), dtype=torch.float64, device=device)
@@ -97,6 +97,8 @@ class RankAdapter:
         Args:
             loss: Mean loss of this step over all its accumulated batches, of this process.
         """
+        if self.step == 0:
+            self._warn_of_small_model()
         if not self.table.gates:
             return
         value = loss.detach().to(self.loss_sums)
@@ -234,32 +236,35 @@ class RankAdapter:
         return sum(module.num_core_parameters for module in self.table.layers.values())
 
     def _parameters(self) -> int:
-        return size_report(self.model).parameters - count_gates(self.model)
+        report = size_report(self.model)
+        return report.parameters - report.gate_parameters
 
     def _record(self) -> None:
         self.history.steps.append(self.step)
         self.history.parameters.append(self._parameters())
 
     def _check_budget(self) -> None:
-        """Refuse a size that cannot be reached; say when there is nothing to do."""
+        """Refuse a size that cannot be reached."""
         if self.budget is None:
             return
-        cores = self._core_parameters()
         zeros = torch.zeros(self.table.num_gates)
         smallest = smallest_size(train_ranks(self.table, zeros, self.settings.min_rank))
-        others = self._parameters() - cores
         if self.budget < smallest:
+            others = self._parameters() - self._core_parameters()
             raise ValueError(self._impossible(self.budget + others, others, smallest))
-        if self.budget >= cores:
+
+    def _warn_of_small_model(self) -> None:
+        if self.budget is not None and self.budget >= self._core_parameters():
+            others = self._parameters() - self._core_parameters()
             logger.warning(
                 "The model has %s parameters already, no more than the wanted %s: no rank will be cut for it.",
-                f"{cores + others:,}", f"{self.budget + others:,}",
+                f"{self._parameters():,}", f"{self.budget + others:,}",
             )  # fmt: skip
 
     def _impossible(self, wanted: int, others: int, smallest: int) -> str:
         """What is wrong with the wanted size, and which would be possible."""
         name = "target_ratio" if self.settings.target_ratio is not None else "target_parameters"
-        ratio = (others + smallest) / (size_report(self.model).dense_parameters - count_gates(self.model))
+        ratio = (others + smallest) / size_report(self.model).dense_parameters
         return (
             f"{name}={getattr(self.settings, name)} asks for {wanted:,} parameters, but {others:,} are not in layers "
             f"whose ranks are trained, and with min_rank={self.settings.min_rank} the smallest possible size is "

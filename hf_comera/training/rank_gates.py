@@ -16,7 +16,7 @@ __all__ = ["add_rank_gates", "bare_model", "check_gates", "fold_rank_gates", "ga
 def add_rank_gates(model: nn.Module) -> None:
     """Give every tensor-train layer of ``model`` rank gates of ones, unless it has them; nothing computed changes.
 
-    Make the optimizer after this. Layers whose cores are all frozen stay without.
+    Make the optimizer after this. Layers with a frozen core stay without.
 
     Raises:
         ValueError: If the model has no layer in tensor-train form with ranks to train.
@@ -53,6 +53,11 @@ def check_gates(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, module in layers.items():
         for place, gate in enumerate(module.rank_gates()):
+            if hasattr(gate, "placements"):
+                raise ValueError(
+                    f"{name}.rank_gate_{place} is sharded (DTensor), but ranks are cut on whole cores. Use DDP, which "
+                    "tensor trains are small enough for."
+                )
             group = groups.get(id(gate))
             if group is None:
                 raise ValueError(

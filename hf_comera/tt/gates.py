@@ -31,7 +31,7 @@ def scale_cores(cores: Sequence[Tensor], gates: Sequence[Tensor]) -> list[Tensor
 
 
 def slice_core(core: Tensor, before: Tensor | None, behind: Tensor | None) -> Tensor:
-    """A copy of ``core`` with only some ranks of the bond before it, and of the one behind it.
+    """``core`` with only some ranks of the bond before it, and of the one behind it.
 
     Args:
         core: ``(r_{k-1}, ..., r_k)``, or anything of that shape, as the moments of an optimizer.

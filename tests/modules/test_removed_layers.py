@@ -113,3 +113,10 @@ def test_compiles_as_one_graph(make):
 def test_only_zeros_for_every_bond_remove_a_layer(ranks, message):
     with pytest.raises(ValueError, match=message):
         TTLinear(7, 30, ranks=ranks)
+
+
+@pytest.mark.parametrize("make", [lambda: TTLinear(8, 6, ranks=(0,) * 5), lambda: TTMEmbedding(20, 8, ranks=(0,) * 3)])
+def test_no_weight_can_be_decomposed_into_no_ranks(make):
+    layer = make()
+    with pytest.raises(ValueError, match=r"was removed: its ranks are \(0, 0.*or make a new layer"):
+        layer.load_dense(torch.randn(layer.weight_shape()))

@@ -225,9 +225,9 @@ def test_wrappers_are_looked_through_and_none_will_do(wrapped):
     assert (sorted(held(optimizer)) == sorted(map(id, model.parameters()))) == wrapped
 
 
-def test_state_of_other_shapes_is_left_alone():
+def test_state_of_one_entry_is_left_alone():
     model, optimizer = trained(OPTIMIZERS["sgd"])
-    factored = {"row": torch.ones(4, 3, 1), "column": torch.ones(5), "steps": 7, "nothing": None}
+    factored = {"scale": torch.ones(1), "count": torch.tensor(3.0), "steps": 7, "nothing": None}
     optimizer.state[model[0].core_1] = {**factored, "full": torch.ones(4, 3, 5)}
     cut_ranks(trains(model), KEPT, optimizer)
     state = optimizer.state[model[0].core_1]
@@ -264,3 +264,12 @@ def test_frozen_parameters_need_no_place_in_the_optimizer():
     cut_ranks(trains(model), KEPT, optimizer)
     assert model[2].ranks == (2, 4)
     assert not any(parameter.requires_grad for parameter in model[2].parameters())
+
+
+def test_state_that_cannot_be_cut_is_refused_and_nothing_changes():
+    model, optimizer = trained(OPTIMIZERS["sgd"])
+    optimizer.state[model[2].core_1]["row"] = torch.ones(3, 2, 1)
+    before = list(model.parameters())
+    with pytest.raises(ValueError, match=r"SGD keeps 'row' of shape .* Use an optimizer whose state has the shapes"):
+        cut_ranks(trains(model), KEPT, optimizer)
+    assert all(new is old for new, old in zip(model.parameters(), before, strict=True))

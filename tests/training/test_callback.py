@@ -1,0 +1,214 @@
+"""Rank adaptation in the Trainer of Transformers and in Accelerate: exact resumption, logs, clear errors."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import Trainer, TrainingArguments
+
+from hf_comera import (
+    ComeraCallback,
+    ComeraConfig,
+    ComeraTrainer,
+    RankAdaptation,
+    RankAdapter,
+    TTMuon,
+    add_rank_gates,
+    get_comera_model,
+    size_report,
+)
+from tests.architectures import ARCHITECTURES
+
+ARCHITECTURE = ARCHITECTURES["bert-mlm"]
+
+
+def compressed():
+    torch.manual_seed(0)
+    return get_comera_model(ARCHITECTURE.auto_class, ComeraConfig(rank=6), config=ARCHITECTURE.new_config())
+
+
+def wanted(part=0.4):
+    report = size_report(compressed())
+    return int(report.parameters - (1 - part) * report.compressed_parameters)
+
+
+def adaptation(**settings):
+    return RankAdaptation(**{"target_parameters": wanted(), "early": 1, "late": 4, "cut_every": 1, **settings})
+
+
+def examples(count=24):
+    torch.manual_seed(1)
+    batches = [ARCHITECTURE.training_inputs() for _ in range(count // 2)]
+    return [{key: value[i] for key, value in batch.items()} for batch in batches for i in range(2)]
+
+
+def arguments(folder, **settings):
+    defaults = {"max_steps": 6, "logging_steps": 1, "save_strategy": "no", "per_device_train_batch_size": 2}
+    fixed = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "weight_decay": 0.01, "learning_rate": 1e-3}
+    return TrainingArguments(output_dir=str(folder), **{**defaults, **fixed, **settings})
+
+
+def trained(folder, resume=None, rank_adaptation=None, **settings):
+    trainer = ComeraTrainer(
+        model=compressed(), args=arguments(folder, **settings), train_dataset=examples(),
+        rank_adaptation=rank_adaptation or adaptation(),
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def plainly_trained(folder, callbacks=None, model=None, **settings):
+    """The Trainer of Transformers with our callback."""
+    model = compressed() if model is None else model
+    callbacks = [ComeraCallback(adaptation())] if callbacks is None else callbacks
+    add_rank_gates(model)
+    trainer = Trainer(
+        model=model, args=arguments(folder, **settings), train_dataset=examples(), callbacks=callbacks,
+        optimizer_cls_and_kwargs=(TTMuon, {"model": model, "lr": 1e-3}),
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def same(one, other):
+    states = one.state_dict(), other.state_dict()
+    return states[0].keys() == states[1].keys() and all(torch.equal(v, states[1][k]) for k, v in states[0].items())
+
+
+def test_the_trainer_meets_the_size_and_logs_what_happens(tmp_path):
+    trainer = trained(tmp_path)
+    assert size_report(trainer.model).parameters <= wanted()
+    assert not any("rank_gate" in key for key in trainer.model.state_dict())
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["rank_stage"] for log in logs] == [1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
+    assert logs[0]["parameters"] > logs[-1]["parameters"]
+    assert all({"live_ranks", "relaxed_size", "smoothed_loss"} <= log.keys() for log in logs)
+
+
+@pytest.mark.parametrize("step", [2, 4, 5])
+@pytest.mark.parametrize("restore", [False, True])
+def test_resuming_across_cuts_is_exact(step, restore, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    whole = trained(tmp_path / "whole", **settings)
+    checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
+    resumed = trained(
+        tmp_path / "resumed", str(checkpoint), restore_callback_states_from_checkpoint=restore, **settings
+    )
+    assert same(whole.model, resumed.model)
+    assert whole.model.rank_report() == resumed.model.rank_report()
+    loaded = ARCHITECTURE.auto_class.from_pretrained(checkpoint)
+    assert sum("rank_gate" in name for name, _ in loaded.named_parameters()) > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 3}])
+def test_a_plain_trainer_with_the_callback_does_the_same(settings, tmp_path):
+    ours = trained(tmp_path / "ours", **settings)
+    assert same(ours.model, plainly_trained(tmp_path / "plain", **settings).model)
+
+
+def test_a_saved_callback_is_rebuilt_from_its_state():
+    callback = ComeraCallback(adaptation(min_rank=2))
+    rebuilt = ComeraCallback.from_state(callback.state())
+    assert rebuilt.settings == callback.settings
+
+
+def test_a_model_that_is_not_compressed_is_refused(tmp_path):
+    dense = ARCHITECTURE.new_model()
+    with pytest.raises(ValueError, match=r"needs a compressed model, but .* has no layer in tensor-train form"):
+        ComeraTrainer(model=dense, args=arguments(tmp_path), rank_adaptation=adaptation())
+
+
+def test_settings_of_another_kind_are_refused():
+    with pytest.raises(ValueError, match=r"rank_adaptation=0.02 is needed as a RankAdaptation"):
+        ComeraCallback(0.02)
+
+
+def test_an_optimizer_without_the_gates_is_refused(tmp_path):
+    model = compressed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = ComeraTrainer(
+        model=model, args=arguments(tmp_path), train_dataset=examples(), rank_adaptation=adaptation(),
+        optimizers=(optimizer, None),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"does not hold .*rank_gate_0\. Make it after the gates"):
+        trainer.train()
+
+
+def test_stages_longer_than_the_training_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="early=5 and late=4 are 5 and 4 steps, together longer than the training"):
+        trained(tmp_path, rank_adaptation=adaptation(early=5))
+
+
+def test_the_best_model_may_not_be_brought_back(tmp_path):
+    settings = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "save_steps": 500}
+    trainer = ComeraTrainer(
+        model=compressed(), args=arguments(tmp_path, **settings), train_dataset=examples(), eval_dataset=examples(2),
+        rank_adaptation=adaptation(),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="load_best_model_at_end=True may bring back a checkpoint"):
+        trainer.train()
+
+
+def test_a_checkpoint_without_rank_adaptation_cannot_be_resumed_with_it(tmp_path):
+    model = compressed()
+    add_rank_gates(model)
+    args = arguments(tmp_path, save_strategy="steps", save_steps=1)
+    ComeraTrainer(model=model, args=args, train_dataset=examples()).train()
+    with pytest.raises(ValueError, match="of step 2 was written without rank adaptation"):
+        trained(tmp_path / "resumed", str(tmp_path / "checkpoint-2"))
+
+
+def test_several_processes_need_our_trainer(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(ValueError, match=r"With several processes use ComeraTrainer\(rank_adaptation=...\)"):
+        plainly_trained(tmp_path)
+
+
+class OwnLoss(Trainer):
+    """Keeps the labels from the model."""
+
+    def compute_loss(self, model, inputs, **kwargs):
+        labels = inputs.pop("labels")
+        return torch.nn.functional.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_model_that_returns_no_loss_needs_our_trainer(tmp_path):
+    model = compressed()
+    add_rank_gates(model)
+    trainer = OwnLoss(
+        model=model, args=arguments(tmp_path), train_dataset=examples(), callbacks=[ComeraCallback(adaptation())],
+        optimizer_cls_and_kwargs=(TTMuon, {"model": model, "lr": 1e-3}),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="found no loss in the outputs of the model"):
+        trainer.train()
+
+
+def test_accelerate_resumes_exactly_across_a_cut(tmp_path):
+    def start():
+        accelerator = Accelerator(cpu=True)
+        model = compressed()
+        add_rank_gates(model)
+        model, optimizer = accelerator.prepare(model, TTMuon(model, 1e-3))
+        adapter = RankAdapter(model, optimizer, adaptation(min_rank=0), total_steps=6)
+        accelerator.register_for_checkpointing(adapter)
+        return accelerator, model.eval(), optimizer, adapter
+
+    def train(accelerator, model, optimizer, adapter, steps):
+        for _ in range(steps):
+            loss = model(**inputs).loss
+            accelerator.backward(loss)
+            adapter.before_step(loss)
+            optimizer.step()
+            adapter.after_step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(1)
+    inputs = ARCHITECTURE.training_inputs()
+    whole = start()
+    train(*whole, 3)
+    whole[0].save_state(str(tmp_path))
+    train(*whole, 3)
+    resumed = start()
+    resumed[0].load_state(str(tmp_path))
+    train(*resumed, 3)
+    assert same(whole[1], resumed[1])
+    assert whole[3].state_dict() == resumed[3].state_dict()
