@@ -112,6 +112,8 @@ def rewrap(model: nn.Module) -> None:
         if name in names and hasattr(model, name)
     }  # fmt: skip
     module = model.module
+    if any(isinstance(part, TensorTrainModule) and part.is_removed for part in module.modules()):
+        settings["find_unused_parameters"] = True  # say a norm that nothing but removed layers read
     del model.reducer  # its hooks hold the old parameters
     gc.collect()
     DistributedDataParallel.__init__(model, module, **settings)

@@ -1,0 +1,30 @@
+"""Two processes with gloo train ranks to the same cuts and losses as one process with the whole batch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(way, *launcher):
+    program = [sys.executable, *launcher, "-m", "tests.integration.rank_worker", way]
+    result = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    assert result.returncode == 0, result.stderr
+    lines = [line[line.index("RESULT") + 7 :] for line in result.stdout.splitlines() if "RESULT" in line]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("way", ["loop", "trainer"])
+def test_cuts_losses_and_weights_equal_those_of_one_process(way):
+    (one,) = run(way)
+    first, second = run(way, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    assert first == second
+    assert first["ranks"] == one["ranks"]
+    assert any(not any(ranks) for ranks in one["ranks"].values())  # a layer was removed on the way
+    assert first["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert first["sum"] == pytest.approx(one["sum"], rel=1e-3)
+    assert one["size"] <= one["wanted"]
