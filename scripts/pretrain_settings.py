@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from transformers import HfArgumentParser
 
 from loop_settings import LoopSettings, SettingGroups, check_files, check_ranges, setting
-from rank_settings import RankSettings, check_ranks
+from rank_settings import RankSettings, check_ranks, wants_adaptation
 
 DEMO_STEPS = 4000  # about four minutes of the demo's model on two CPU cores
+DEMO_CORE_RATIO = 0.5
 
 DESCRIPTION = """\
 Pre-train a masked language model on code in tensor-train form, as CodeBERT is trained: docstring, separator, code.
 Without any option it is the demo: a small RoBERTa on the functions of this Python's standard library, a few minutes
-on a CPU.
+on a CPU, whose ranks are trained too, to half of the core parameters (--target_core_ratio 1 keeps them all).
 Several processes on one CPU: torchrun --nproc_per_node 2 scripts/pretrain_codebert.py --use_cpu
 """
 
@@ -127,6 +128,9 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
     _check_sources(settings.model, settings.data)
     _check_ranges(settings)
     check_ranks(settings.training, settings.model.dense)
+    demo = not (settings.model.model_name_or_path or settings.model.config_name or settings.model.dense)
+    if demo and not wants_adaptation(settings.training):
+        settings.training.target_core_ratio = DEMO_CORE_RATIO
     return settings
 
 

@@ -17,7 +17,8 @@ from hf_comera import ComeraConfig, get_comera_model, is_comera_model, plan
 from hf_comera.modules import TensorTrainModule
 from quality_runs import FULL_RANK, Run
 from quality_task import Batch, Task, held_out_loss, test_accuracy
-from quality_updates import make_optimizers, rate_course, training_bytes
+from quality_updates import make_optimizers, rate_course
+from training_size import training_bytes
 
 NUM_POINTS, POINTS_PER_HELD_OUT = 40, 4
 MAX_GRADIENT_NORM = 1.0

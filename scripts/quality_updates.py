@@ -51,20 +51,6 @@ def rate_course(num_steps: int) -> Callable[[int], float]:
     return share
 
 
-def training_bytes(model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
-    """Bytes of weights, gradients and optimizer state, as they are at this moment."""
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    states = [
-        value
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    return sum(tensor.nbytes for tensor in (*parameters, *gradients, *states))
-
-
 def _split_groups(
     model: nn.Module, compared: Sequence[nn.Parameter], *, lr: float, other_lr: float
 ) -> list[dict[str, object]]:

@@ -19,6 +19,7 @@ from hf_comera import RankAdapter
 from interrupt import Interrupt
 from loop_settings import LoopSettings
 from run_checkpoint import save_checkpoint
+from training_size import training_bytes
 
 Batch = dict[str, Tensor]
 
@@ -43,6 +44,10 @@ class History:
     num_tokens: int = 0
     seconds: float = 0.0
     """Time spent on steps alone."""
+    step_seconds: list[float] = field(default_factory=list)
+    """The same, step by step."""
+    first_bytes: int = 0
+    """Weights, gradients and optimizer state after the first step."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -159,11 +164,14 @@ def optimizer_step(run: Run, batches: Iterator[Batch]) -> None:
     if run.adapter:
         run.adapter.after_step()
     run.scheduler.step()
+    if not run.step:
+        run.history.first_bytes = training_bytes(run.model, [run.optimizer])
     run.optimizer.zero_grad()
     loss_sum, num_tokens = sums.tolist()
     run.history.losses.append(loss_sum / accelerator.num_processes)
     run.history.num_tokens += int(num_tokens)
-    run.history.seconds += time.perf_counter() - start
+    run.history.step_seconds.append(time.perf_counter() - start)
+    run.history.seconds += run.history.step_seconds[-1]
 
 
 def _stream(run: Run) -> Iterator[Batch]:

@@ -98,6 +98,8 @@ class RankAdaptation:
         """
         _check_integer("total_steps", total_steps, least=1, example=1000)
         early, late = (resolve_steps(name, getattr(self, name), total_steps) for name in ("early", "late"))
+        if self.has_target and isinstance(self.late, float) and self.late > 0:
+            late = max(late, 1)  # of a training of one or two steps
         if early + late > total_steps:
             raise ValueError(
                 f"early={self.early} and late={self.late} are {early} and {late} steps, together longer than the "

@@ -17,6 +17,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
         ("bench_lookup.py", [], "ratio"),
         ("bench_decomposition.py", [], "relative error"),
         pytest.param("bench_step.py", [], "ratio", marks=pytest.mark.slow),
+        pytest.param("bench_adaptation.py", [], "objective share", marks=pytest.mark.slow),
     ],
 )
 def test_runs(script, options, expected):

@@ -9,24 +9,27 @@ from transformers import BertConfig, BertForSequenceClassification
 from best_model import BestModel
 from train_loop import History
 
-CASES = [  # (accuracy, loss) as measured one after the other, and which of them is kept
-    pytest.param([(0.5, 1.0), (0.6, 1.1), (0.55, 0.9)], 1, id="accuracy-counts-first"),
-    pytest.param([(0.5, 1.1), (0.5, 1.0), (0.5, 1.05)], 1, id="then-the-loss"),
-    pytest.param([(0.5, 1.0), (0.5, 1.0)], 0, id="then-the-earliest"),
-    pytest.param([(0.5, 1.0), (0.5, float("nan"))], 0, id="not-a-number-is-never-better"),
+CASES = [  # (accuracy, loss) as measured one after the other, the first step that counts, and which is kept
+    pytest.param([(0.5, 1.0), (0.6, 1.1), (0.55, 0.9)], 0, 1, id="accuracy-counts-first"),
+    pytest.param([(0.5, 1.1), (0.5, 1.0), (0.5, 1.05)], 0, 1, id="then-the-loss"),
+    pytest.param([(0.5, 1.0), (0.5, 1.0)], 0, 0, id="then-the-earliest"),
+    pytest.param([(0.5, 1.0), (0.5, float("nan"))], 0, 0, id="not-a-number-is-never-better"),
+    pytest.param([(0.9, 0.5), (0.6, 1.0), (0.5, 1.1)], 10, 1, id="too-large-models-do-not-count"),
 ]
 
 
-@pytest.mark.parametrize(("measured", "kept"), CASES)
-def test_kept_model(measured, kept, tmp_path):
+@pytest.mark.parametrize(("measured", "first", "kept"), CASES)
+def test_kept_model(measured, first, kept, tmp_path):
     shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     model = BertForSequenceClassification(BertConfig(vocab_size=10, **shape))
-    run = SimpleNamespace(accelerator=Accelerator(cpu=True), model=model, history=History(figures={"accuracy": []}))
+    history = History(figures={"accuracy": []})
+    run = SimpleNamespace(accelerator=Accelerator(cpu=True), model=model, history=history, first_choice=first, step=0)
     best = BestModel(tmp_path / "best")
     for number, (accuracy, loss) in enumerate(measured):
         model.classifier.bias.data.fill_(number)
         run.history.held_out.append((10 * number, loss))
         run.history.figures["accuracy"].append((10 * number, accuracy))
+        run.step = 10 * number
         best.consider(run)
     assert best.step(run) == 10 * kept
     assert BertForSequenceClassification.from_pretrained(tmp_path / "best").classifier.bias[0] == kept

@@ -8,7 +8,8 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from hf_comera import ComeraConfig, comera_param_groups, get_comera_model, plan
-from quality_updates import COHERENCE, make_optimizers, muon_rate_scale, rate_course, training_bytes
+from quality_updates import COHERENCE, make_optimizers, muon_rate_scale, rate_course
+from training_size import training_bytes
 
 LR, OTHER_LR = 0.5, 0.25
 BERT = BertConfig(

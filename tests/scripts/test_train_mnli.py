@@ -13,7 +13,6 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-import nli_setup
 import train_loop
 import train_mnli
 from hf_comera import is_comera_model, size_report
@@ -172,48 +171,48 @@ def test_best_model_of_the_checkpoint_comes_back_with_it(arguments, tmp_path):
     assert results(tmp_path / "other")["losses"] == results(tmp_path / "out")["losses"]
 
 
-class CountingAdapter:
-    """Says yes to everything and counts."""
-
-    def __init__(self):
-        self.calls = {"before_step": 0, "after_step": 0, "finish": 0}
-        self.losses = []
-
-    def before_step(self, loss):
-        self.calls["before_step"] += 1
-        self.losses.append(float(loss))
-        assert not loss.requires_grad
-
-    def after_step(self):
-        self.calls["after_step"] += 1
-
-    def finish(self):
-        self.calls["finish"] += 1
-
-    def logs(self):
-        return {"size": 1.0}
-
-    def state_dict(self):
-        return dict(self.calls)
-
-    def load_state_dict(self, state_dict):
-        self.calls = dict(state_dict)
-
-
-def test_adapter_of_ranks_is_asked_in_every_step_and_resumed(arguments, tmp_path, monkeypatch):
-    made = []
-
-    def prepare(accelerator, settings, data, adapter):
-        made.append(CountingAdapter())
-        return nli_setup.prepare_run(accelerator, settings, data, made[-1])
-
-    monkeypatch.setattr(train_mnli, "prepare_run", prepare)
+def test_ranks_are_trained_and_resumed_across_cuts(arguments, tmp_path, monkeypatch, capsys):
+    arguments = [*arguments, "--target_core_ratio", "0.4", "--eval_steps", "2"]
+    assert train_mnli.main([*changed(arguments, "output_dir", tmp_path / "whole")]) == 0
+    printed = capsys.readouterr().out
+    assert "What was saved" in printed
+    assert "removed" in printed or "after" in printed
     with monkeypatch.context() as patch:
-        interrupt_after(patch, 3)
+        interrupt_after(patch, 4)  # of eight: the size is falling
         assert train_mnli.main(arguments) == 130
     assert train_mnli.main([*arguments, "--resume_from_checkpoint", "latest"]) == 0
-    assert made[-1].calls == {"before_step": 8, "after_step": 8, "finish": 1}
-    assert made[0].losses + made[1].losses == pytest.approx(results(tmp_path / "out")["losses"])
+    whole, resumed = results(tmp_path / "whole"), results(tmp_path / "out")
+    assert whole["losses"] == resumed["losses"]
+    assert whole["accuracy"] == resumed["accuracy"]
+    assert whole["chosen_step"] >= 6  # no model counts before it has the wanted size
+    sizes = whole["sizes"]
+    assert sizes["gate_parameters"] == 0
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole")
+    assert sizes["parameters"] == sum(p.numel() for p in model.parameters())
+    uncut = tmp_path / "uncut"
+    assert train_mnli.main([*changed(arguments, "output_dir", uncut), "--target_core_ratio", "1"]) == 0
+    cores = results(uncut)["sizes"]["compressed_parameters"]
+    assert 0.3 * cores < sizes["compressed_parameters"] <= 0.4 * cores
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target_ratio", "0.1", "--target_parameters", "100"], "are given. Give the one that you know"),
+        (["--target_core_ratio", "1.5"], "--target_core_ratio 1.5 must be above 0 and at most 1"),
+        (["--target_ratio", "0"], "target_ratio=0.0 is the wanted part of the dense parameters"),
+        (["--target_parameters", "10"], "target_parameters=10 asks for 10 parameters, but"),
+        (["--adapt_ranks", "--early_stage", "7", "--late_stage", "7"], "early=7 and late=7 are 7 and 7 steps"),
+    ],
+)
+def test_ranks_that_cannot_be_had_are_refused(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        train_mnli.main([*arguments, *options])
+
+
+def test_a_dense_model_has_no_ranks(arguments):
+    with pytest.raises(ValueError, match="--adapt_ranks is for tensor trains, which --dense has none of"):
+        train_mnli.main([*without(arguments, "rank"), "--dense", "--adapt_ranks"])
 
 
 def test_rows_are_added_and_those_of_the_same_run_replaced(arguments, tmp_path):

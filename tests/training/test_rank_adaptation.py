@@ -54,6 +54,11 @@ def test_stages_in_steps_and_in_parts():
     assert (stages.early, stages.late, stages.cut_every) == (200, 500, 50)
 
 
+def test_the_shortest_training_has_a_step_to_cut_in():
+    stages = RankAdaptation(target_ratio=0.5).stages(1)
+    assert (stages.early, stages.late) == (0, 1)
+
+
 def test_without_a_wanted_size_there_is_only_the_early_stage():
     stages = RankAdaptation(early=0.2, late=0.5).stages(1000)
     assert (stages.early, stages.late) == (700, 0)
