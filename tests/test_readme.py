@@ -1,16 +1,19 @@
-"""README.md: its Python runs as printed, top to bottom, in one session of an empty folder."""
+"""Pages for users: their Python runs as printed, top to bottom, in one session of an empty folder."""
 
 import re
 from pathlib import Path
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "ranks.md"]
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 RUN, DO_NOT_RUN = "python", "python no-run"  # the second needs the real Hub
 
 
-def snippets() -> list[tuple[str, str]]:
-    """Info string and code of every Python fence, the code padded so that a traceback names the README's lines."""
-    text = README.read_text(encoding="utf-8")
+def snippets(page: Path) -> list[tuple[str, str]]:
+    """Info string and code of every Python fence, the code padded so that a traceback names the page's lines."""
+    text = page.read_text(encoding="utf-8")
     found = []
     for match in FENCE.finditer(text):
         if match["info"].startswith("py"):
@@ -19,16 +22,18 @@ def snippets() -> list[tuple[str, str]]:
     return found
 
 
-def test_every_python_fence_is_run_or_marked():
-    infos = [info for info, _ in snippets()]
-    assert RUN in infos, "README.md shows no Python that a newcomer can run"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_fence_is_run_or_marked(page):
+    infos = [info for info, _ in snippets(page)]
+    assert RUN in infos, f"{page.name} shows no Python that a newcomer can run"
     assert set(infos) <= {RUN, DO_NOT_RUN}, f"a Python fence is {RUN!r} or {DO_NOT_RUN!r}, found {sorted(set(infos))}"
 
 
-def test_snippets_run_as_printed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_snippets_run_as_printed(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     session: dict[str, object] = {"__name__": "__main__"}
-    for info, code in snippets():
-        program = compile(code, str(README), "exec")
+    for info, code in snippets(page):
+        program = compile(code, str(page), "exec")
         if info == RUN:
             exec(program, session)
