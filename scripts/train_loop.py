@@ -129,7 +129,8 @@ def train(run: Run) -> bool:
                 _show(bar, run)
                 accelerator.log(_figures(run), step=run.step)
             stop = interrupt.agreed(accelerator) and not last
-            if stop or (settings.checkpointing_steps and run.step % settings.checkpointing_steps == 0):
+            due = settings.checkpointing_steps and run.step % settings.checkpointing_steps == 0
+            if stop or (due and not (last and run.adapter)):  # without its gates a run could not go on
                 run.save()
             if stop:
                 return False

@@ -9,7 +9,10 @@ from torch import Tensor
 from hf_comera.modules import TensorTrainModule
 from hf_comera.tt.canonical import canonical_bases, to_basis
 
-__all__ = ["to_canonical_basis"]
+__all__ = ["check_moments", "to_canonical_basis"]
+
+_FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
+_SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 
 
 @torch.no_grad()
@@ -26,10 +29,18 @@ def to_canonical_basis(layers: Mapping[str, TensorTrainModule], optimizer: torch
 
     Returns:
         The singular values of all bonds, layer by layer.
+
+    Raises:
+        ValueError: If cores are not finite.
     """
     spectra: list[Tensor] = []
-    for layer in layers.values():
+    for name, layer in layers.items():
         gates = layer.rank_gates()
+        if not all(core.isfinite().all() for core in layer.gated_cores()):
+            raise ValueError(
+                f"The cores of {name!r} hold NaN or infinity: the training diverged. Go back to a checkpoint, and "
+                "lower the learning rate."
+            )
         bases, inverses, singular_values = canonical_bases(layer.gated_cores())
         for place, core in enumerate(layer.cores()):
             before, behind = place - 1, place  # bonds
@@ -47,13 +58,35 @@ def to_canonical_basis(layers: Mapping[str, TensorTrainModule], optimizer: torch
     return spectra
 
 
+def check_moments(layers: Mapping[str, TensorTrainModule], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer with state of which is not known how it moves with the basis.
+
+    Raises:
+        ValueError: If there is such state.
+    """
+    for name, layer in layers.items():
+        for parameter in layer.train_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                moves = key in _FIRST_MOMENTS | _SECOND_MOMENTS and value is not None
+                if isinstance(value, Tensor) and value.numel() > 1 and (not moves or value.shape != parameter.shape):
+                    raise ValueError(
+                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a core or gate "
+                        f"of {name!r}, of shape {tuple(parameter.shape)}. How that changes with its ranks is not "
+                        "known. Use TTMuon(model), or AdamW, Adam, SGD, RMSprop or Adagrad."
+                    )
+
+
 def _move_moments(state: dict[str, Any], core: Tensor, before: Tensor | None, behind: Tensor | None) -> None:
     """Gradients move by the transposed inverses: what the core is multiplied by, they are divided by."""
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == core.shape:
-            squares = key.endswith("_sq")
-            factors = [None if part is None else part.square() if squares else part for part in (before, behind)]
-            value.copy_(to_basis(value, *factors))
+    for key in state.keys() & (_FIRST_MOMENTS | _SECOND_MOMENTS):
+        value = state[key]
+        if not isinstance(value, Tensor) or value.shape != core.shape:
+            continue
+        squares, norm = key in _SECOND_MOMENTS, value.norm()
+        factors = [None if part is None else part.square() if squares else part for part in (before, behind)]
+        value.copy_(to_basis(value, *factors))
+        if key == "momentum_buffer" and "mean_norm" in state:  # TTMuon's certainty is the ratio of both
+            state["mean_norm"].mul_(value.norm() / norm.clamp_min(torch.finfo(norm.dtype).tiny))
 
 
 def _reciprocal(gate: Tensor) -> Tensor:
@@ -64,4 +97,4 @@ def _reciprocal(gate: Tensor) -> Tensor:
 def _typical_moments(state: dict[str, Any], gate: Tensor) -> None:
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == gate.shape:
-            value.fill_(value.mean() if key.endswith("_sq") else 0)
+            value.fill_(value.mean() if key in _SECOND_MOMENTS else 0)

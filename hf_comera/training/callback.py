@@ -99,8 +99,11 @@ class ComeraCallback(TrainerCallback, ExportableState):
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Add the figures of the ranks to every record of the training loss."""
-        if self.adapter is not None and logs is not None and "loss" in logs:
+        """Add the figures of the ranks to every record of the training loss, where the Trainer is not ours.
+
+        Trackers that were there before this callback do not see them.
+        """
+        if self.adapter is not None and logs is not None and "loss" in logs and "live_ranks" not in logs:
             figures = self.adapter.logs()
             logs.update(figures)
             state.log_history[-1].update(figures)
@@ -129,6 +132,11 @@ class ComeraCallback(TrainerCallback, ExportableState):
         self._micro_batches += kwargs.get("num_items_in_batch") is None
 
     def _check(self, args: TrainingArguments) -> None:
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"One process would spread the batch over {args.n_gpu} GPUs (DataParallel), whose copies of the model "
+                "have no gates of their own. Start one process a GPU: accelerate launch or torchrun."
+            )
         if self.wrapped_model is None and args.world_size > 1:
             raise ValueError(
                 "ComeraCallback cannot re-arrange a model in DDP from within a plain Trainer. With several processes "

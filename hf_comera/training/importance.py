@@ -41,6 +41,7 @@ def rank_importance(table: BondTable, effects: Tensor, spectra: list[Tensor], th
     Returns:
         ``(G,)`` in float64, -1 for dead ranks.
     """
+    effects = effects if effects.any() else torch.ones_like(effects)  # before the first step
     bonds = iter(range(len(spectra)))
     values = []
     for module in table.layers.values():

@@ -121,3 +121,6 @@ def _replace(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parame
             key: slicer(value) if isinstance(value, Tensor) and value.shape == old.shape else value
             for key, value in state.items()
         }
+        if "mean_norm" in state and new.numel() > 0:  # TTMuon's certainty is the ratio of both
+            norms = [part["momentum_buffer"].norm() for part in (optimizer.state[new], state)]
+            optimizer.state[new]["mean_norm"] = state["mean_norm"] * norms[0] / norms[1].clamp_min(1e-30)

@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass
 
-from torch import nn
-
-from hf_comera.compress.size import size_report
 from hf_comera.training.stages import Stages, resolve_steps
 
-__all__ = ["RankAdaptation", "core_budget"]
+__all__ = ["RankAdaptation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +37,19 @@ class RankAdaptation:
     cut_every: int | float = 0.02
     """Steps between two cuts, likewise."""
 
-    gamma: float = 0.1
-    """Pressure on the gates in the early stage: an average gate falls by ``gamma`` times its learning rate a step."""
+    gamma: float = 0.05
+    """Pressure on the gates in the early stage: at first an average gate falls by ``gamma`` times its learning rate a
+    step, later singular values, over the largest of their bond, do."""
 
     beta: float = 0.0
     """Weight of the cores' squared norm: cores shrink by ``beta`` times the gates' learning rate a step."""
 
-    pressure: float = 0.5
-    """Pressure in the late stage, in the units of ``gamma``, while the size is the worse objective."""
+    pressure: float = 0.1
+    """The same in the late stage, times ``1 + rho`` while the size (against the present budget) is the worse
+    objective, and times ``rho`` while the loss is."""
 
     rho: float = 0.1
-    """Part of ``pressure`` that stays while the loss is the worse objective."""
+    """Weight of the objective that is not the worse one."""
 
     wanted_loss: float | None = None
     """L0 of the late stage. None: the smoothed training loss at the end of the early stage."""
@@ -79,6 +78,11 @@ class RankAdaptation:
         _check_integer("min_rank", self.min_rank, least=0, example=0)
         if not 0 <= self.threshold < 1:
             raise ValueError(f"threshold={self.threshold} must be at least 0 and below 1, for example 0.01.")
+        if self.wanted_loss is not None and not abs(self.wanted_loss) > 0:
+            raise ValueError(
+                f"wanted_loss={self.wanted_loss} must be a number other than zero, since losses are compared relative "
+                "to it; for example 0.8, or None for the loss at the end of the early stage."
+            )
         for name in ("gamma", "beta", "pressure", "rho"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative, for example {name}=0.1.")
@@ -111,26 +115,6 @@ class RankAdaptation:
         if not self.has_target:
             early, late = early + late, 0
         return Stages(total=total_steps, early=early, late=late, cut_every=cut_every)
-
-
-def core_budget(settings: RankAdaptation, model: nn.Module, adaptable: int) -> int | None:
-    """Core parameters that the wanted size of the whole model leaves; None if no size is wanted.
-
-    Gates are not counted: they are folded into the cores when training ends. The result may be negative.
-
-    Args:
-        settings: With the wanted size.
-        model: The model as it is now.
-        adaptable: Entries of the cores whose ranks can change.
-    """
-    if not settings.has_target:
-        return None
-    report = size_report(model)
-    wanted = settings.target_parameters
-    if settings.target_ratio is not None:
-        wanted = int(settings.target_ratio * report.dense_parameters)
-    assert wanted is not None
-    return wanted - (report.parameters - report.gate_parameters - adaptable)
 
 
 def _check_integer(name: str, value: int, *, least: int, example: int) -> None:

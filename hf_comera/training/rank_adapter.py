@@ -1,25 +1,31 @@
 """``RankAdapter``: rank adaptation beside any training loop, two calls a step."""
 
+import copy
 import logging
-import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from hf_comera.compress.rank_report import RankHistory
 from hf_comera.compress.size import size_report
 from hf_comera.modules import TensorTrainModule
-from hf_comera.training.basis import to_canonical_basis
+from hf_comera.training.basis import check_moments, to_canonical_basis
 from hf_comera.training.bond_table import BondTable
 from hf_comera.training.importance import bond_effects, rank_importance
 from hf_comera.training.pruning import cut_ranks, drop_removed
-from hf_comera.training.rank_adaptation import RankAdaptation, core_budget
-from hf_comera.training.rank_gates import bare_model, check_gates, fold_rank_gates, gate_rate, rewrap
+from hf_comera.training.rank_adaptation import RankAdaptation
+from hf_comera.training.rank_budget import (
+    check_budget,
+    core_budget,
+    core_parameters,
+    ungated_parameters,
+    warn_of_small_model,
+)
+from hf_comera.training.rank_gates import bare_model, check_gates, find_ddp, fold_rank_gates, gate_rate, rewrap
 from hf_comera.training.rank_objective import exact_size, late_weight, relative_push, relaxed_size, shrink
-from hf_comera.training.trimming import choose_ranks, smallest_size, train_ranks
+from hf_comera.training.trimming import choose_ranks
 
 __all__ = ["RankAdapter"]
 
@@ -29,6 +35,10 @@ LOSS_MEMORY = 0.95
 """Decay a step of the smoothed loss."""
 EFFECT_MEMORY = 0.98
 """Decay a step of what the loss depends on: the last fifty steps or so decide."""
+FASTEST = 0.5
+"""Of its learning rate, that a gate is pushed in a step: AdamW's own step, up to the rate, can stand against that."""
+WEAKEST = 1e-3
+"""Ranks weaker than this part of the strongest of their bond are pushed as if they were so strong."""
 
 
 class RankAdapter:
@@ -70,22 +80,27 @@ class RankAdapter:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: RankAdaptation, *, total_steps: int
     ) -> None:
         self.settings, self.stages = settings, settings.stages(total_steps)
-        self.wrapped, self.model = model, bare_model(model)
+        self.ddp, self.model = find_ddp(model), bare_model(model)
         self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._accelerated = optimizer if optimizer is not self.optimizer else None
         check_gates(self.model, self.optimizer)
         self.optimizer.register_load_state_dict_pre_hook(lambda own, _: drop_removed(own))
         self.table = BondTable.of(self.model)
-        self.budget = core_budget(settings, self.model, self._core_parameters())
-        self.start_size = self._core_parameters()
+        self.budget = core_budget(settings, self.model, core_parameters(self.table))
+        self.start_size = core_parameters(self.table)
         self.dense_size = size_report(self.model).compressed_dense_parameters
         self.step = 0
         device = self.table.gates[0].device
         self.effects = torch.zeros(len(self.table.gates), dtype=torch.float64, device=device)
         """Decayed mean of what the loss depends on each bond."""
+        self.strengths = torch.ones(self.table.num_gates, device=device)
+        """Singular value of each rank at the last cut, over the largest of its bond."""
         self.loss_sums = torch.zeros(2, dtype=torch.float64, device=device)
         """Decayed sum of losses, and of ones."""
-        self.wanted_loss = torch.full((), settings.wanted_loss or torch.nan, dtype=torch.float64, device=device)
-        self._check_budget()
+        wanted_loss = torch.nan if settings.wanted_loss is None else settings.wanted_loss
+        self.wanted_loss = torch.full((), wanted_loss, dtype=torch.float64, device=device)
+        self._rate = 0.0
+        check_budget(settings, self.model, self.table, self.budget)
         self.history = RankHistory(ranks_before={name: list(m.ranks) for name, m in self.table.layers.items()})
         self.model.__dict__["_rank_history"] = self.history
         self._record()
@@ -98,14 +113,15 @@ class RankAdapter:
             loss: Mean loss of this step over all its accumulated batches, of this process.
         """
         if self.step == 0:
-            self._warn_of_small_model()
-        if not self.table.gates:
+            warn_of_small_model(self.model, self.table, self.budget)
+        if not self.table.gates or self._accumulates():
             return
         value = loss.detach().to(self.loss_sums)
-        if isinstance(self.wrapped, DistributedDataParallel):
-            dist.all_reduce(value, group=self.wrapped.process_group)
-            value = value / dist.get_world_size(self.wrapped.process_group)
-        self.loss_sums.mul_(LOSS_MEMORY).add_(torch.stack([value, torch.ones_like(value)]), alpha=1 - LOSS_MEMORY)
+        if self.ddp is not None:
+            dist.all_reduce(value, group=self.ddp.process_group)
+            value = value / dist.get_world_size(self.ddp.process_group)
+        newest = torch.stack([value, torch.ones_like(value)]) * (1 - LOSS_MEMORY)
+        self.loss_sums.copy_(torch.where(value.isfinite(), self.loss_sums * LOSS_MEMORY + newest, self.loss_sums))
         gradients = [torch.zeros_like(gate) if gate.grad is None else gate.grad for gate in self.table.gates]
         self.effects.lerp_(bond_effects(self.table, self.table.flat(), self.table.flat(gradients)), 1 - EFFECT_MEMORY)
         self._rate = gate_rate(self.optimizer, self.table.gates[0])  # schedulers change it after the step
@@ -113,11 +129,13 @@ class RankAdapter:
     @torch.no_grad()
     def after_step(self) -> None:
         """Push the gates, and cut ranks where it is time; call it after the optimizer's step."""
+        if self._accumulates():
+            return
         stage = self.stages.name(self.step)
         self.step += 1
-        if stage != "final" and self.table.gates:
+        if stage != "final" and self.table.gates and not getattr(self._accelerated, "step_was_skipped", False):
             self._push(stage)
-        if self.settings.wanted_loss is None and self.step == self.stages.early:
+        if self.settings.wanted_loss is None and self.step == max(self.stages.early, 1):
             self.wanted_loss.copy_(self.smoothed_loss)
         if self.stages.cuts_after(self.step) and self.table.gates:
             self._cut(self._budget_now())
@@ -125,7 +143,7 @@ class RankAdapter:
     @torch.no_grad()
     def finish(self) -> None:
         """Meet the wanted size, whatever happened before, and fold the gates into the cores."""
-        if self.budget is not None and self._core_parameters() > self.budget:
+        if self.budget is not None and core_parameters(self.table) > self.budget:
             logger.warning(
                 "Training ended after %d of %d steps, before the wanted size was reached; the rest is cut off now, "
                 "without training after it.", self.step, self.stages.total,
@@ -133,7 +151,8 @@ class RankAdapter:
             self._cut(self.budget)
         fold_rank_gates(self.model, self.optimizer)
         self.table = BondTable.of(self.model)
-        rewrap(self.wrapped)
+        self.effects, self.strengths = self.effects[:0], self.strengths[:0]
+        rewrap(self.ddp)
         self._record()
 
     @property
@@ -148,7 +167,7 @@ class RankAdapter:
         figures = {
             "rank_stage": stage,
             "live_ranks": float(sum(sum(module.ranks) for module in trains)),
-            "parameters": float(self._parameters()),
+            "parameters": float(ungated_parameters(self.model)),
             "smoothed_loss": float(self.smoothed_loss),
         }
         if self.table.gates:
@@ -159,15 +178,22 @@ class RankAdapter:
         """All that is needed to go on exactly: plain numbers and lists, which JSON holds without loss."""
         return {
             "step": self.step,
+            "total_steps": self.stages.total,
             "start_size": self.start_size,
             "effects": self.effects.tolist(),
+            "strengths": self.strengths.tolist(),
             "loss_sums": self.loss_sums.tolist(),
             "wanted_loss": None if torch.isnan(self.wanted_loss) else self.wanted_loss.item(),
-            "history": {**vars(self.history)},
+            "history": copy.deepcopy(vars(self.history)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`; model and optimizer must be loaded first."""
+        if state["total_steps"] != self.stages.total:
+            raise ValueError(
+                f"total_steps={self.stages.total}, but the training to resume was one of {state['total_steps']}, and "
+                "its stages were laid out for them. Resume with as many steps, or start anew from its weights."
+            )
         drop_removed(self.optimizer)
         self.table = BondTable.of(self.model)
         if len(state["effects"]) != len(self.table.gates):
@@ -177,15 +203,20 @@ class RankAdapter:
             )
         self.step, self.start_size = state["step"], state["start_size"]
         self.effects = self.effects.new_tensor(state["effects"])
+        self.strengths = self.strengths.new_tensor(state["strengths"])
         self.loss_sums = self.loss_sums.new_tensor(state["loss_sums"])
         if state["wanted_loss"] is not None:
             self.wanted_loss.fill_(state["wanted_loss"])
-        self.history.__dict__.update(state["history"])
-        rewrap(self.wrapped)
+        self.history.__dict__.update(copy.deepcopy(state["history"]))
+        rewrap(self.ddp)
 
     def _push(self, stage: str) -> None:
-        """The proximal step of the size objective on all gates, and of the squared norm on the cores."""
-        gates = self.table.flat()
+        """The proximal step of the size objective on all gates, and of the squared norm on the cores.
+
+        What is shrunk are the singular values over the largest of their bond: those of the last cut, times the gates.
+        So weak ranks reach zero long before strong ones; none faster than the optimizer could hold it for the loss.
+        """
+        gates, canonical = self.table.flat(), self.table.flat() * self.strengths
         strength: Tensor | float = self.settings.gamma
         if stage == "late":
             weight = late_weight(
@@ -196,7 +227,8 @@ class RankAdapter:
                 self.settings.rho,
             )
             strength = self.settings.pressure * weight
-        pushed = shrink(gates, self._rate * strength * relative_push(self.table, gates))
+        push = strength * relative_push(self.table, canonical) / self.strengths
+        pushed = shrink(gates, self._rate * push.clamp_max(FASTEST))
         torch._foreach_copy_(self.table.gates, self.table.split(pushed))
         if self.settings.beta:
             cores = [core for module in self.table.layers.values() for core in module.cores()]
@@ -210,7 +242,11 @@ class RankAdapter:
 
     def _cut(self, budget: int | None) -> None:
         """Go to the canonical bases; cut dead ranks and, above ``budget``, the least important others."""
+        check_moments(self.table.layers, self.optimizer)
         spectra = to_canonical_basis(self.table.layers, self.optimizer)
+        self._agree_on_bases(spectra)
+        relative = torch.cat([values / values[0].clamp_min(torch.finfo(values.dtype).tiny) for values in spectra])
+        self.strengths = relative.clamp_min(WEAKEST).to(self.strengths)
         importance = rank_importance(self.table, self.effects, spectra, self.settings.threshold)
         chosen = choose_ranks(self.table, importance, self.settings.min_rank, budget, self.budget or 0)
         chosen = self._agreed(chosen)
@@ -219,55 +255,38 @@ class RankAdapter:
         bonds = iter(chosen)
         kept = {name: [next(bonds) for _ in module.rank_gates()] for name, module in self.table.layers.items()}
         self.effects = self.effects[[place for place, index in enumerate(chosen) if len(index)]]
+        parts = zip(self.table.split(self.strengths), chosen, strict=True)
+        self.strengths = torch.cat([part[index.to(part.device)] for part, index in parts])
         cut_ranks(self.table.layers, kept, self.optimizer)
         self.table = BondTable.of(self.model)
-        rewrap(self.wrapped)
+        rewrap(self.ddp)
         self._record()
 
+    def _accumulates(self) -> bool:
+        """Whether Accelerate's optimizer only gathers gradients at present (``accelerator.accumulate``)."""
+        state = getattr(self._accelerated, "gradient_state", None)
+        return state is not None and not state.sync_gradients
+
+    def _agree_on_bases(self, spectra: list[Tensor]) -> None:
+        """Cores and moments of the first process everywhere: signs and orders of singular vectors are arbitrary."""
+        if self.ddp is None:
+            return
+        for module in self.table.layers.values():
+            for core in module.cores():
+                moments = [value for value in self.optimizer.state.get(core, {}).values() if isinstance(value, Tensor)]
+                for tensor in (core.data, *(value for value in moments if value.device == core.device)):
+                    dist.broadcast(tensor, src=0, group=self.ddp.process_group)
+        for values in spectra:
+            dist.broadcast(values, src=0, group=self.ddp.process_group)
+
     def _agreed(self, chosen: list[Tensor]) -> list[Tensor]:
-        """The choice of the first process, everywhere; the others have made the same up to rounding."""
-        if isinstance(self.wrapped, DistributedDataParallel):
+        """The choice of the first process, everywhere."""
+        if self.ddp is not None:
             box = [chosen]
-            dist.broadcast_object_list(box, src=0, group=self.wrapped.process_group)
+            dist.broadcast_object_list(box, src=0, group=self.ddp.process_group)
             return box[0]
         return chosen
 
-    def _core_parameters(self) -> int:
-        return sum(module.num_core_parameters for module in self.table.layers.values())
-
-    def _parameters(self) -> int:
-        report = size_report(self.model)
-        return report.parameters - report.gate_parameters
-
     def _record(self) -> None:
         self.history.steps.append(self.step)
-        self.history.parameters.append(self._parameters())
-
-    def _check_budget(self) -> None:
-        """Refuse a size that cannot be reached."""
-        if self.budget is None:
-            return
-        zeros = torch.zeros(self.table.num_gates)
-        smallest = smallest_size(train_ranks(self.table, zeros, self.settings.min_rank))
-        if self.budget < smallest:
-            others = self._parameters() - self._core_parameters()
-            raise ValueError(self._impossible(self.budget + others, others, smallest))
-
-    def _warn_of_small_model(self) -> None:
-        if self.budget is not None and self.budget >= self._core_parameters():
-            others = self._parameters() - self._core_parameters()
-            logger.warning(
-                "The model has %s parameters already, no more than the wanted %s: no rank will be cut for it.",
-                f"{self._parameters():,}", f"{self.budget + others:,}",
-            )  # fmt: skip
-
-    def _impossible(self, wanted: int, others: int, smallest: int) -> str:
-        """What is wrong with the wanted size, and which would be possible."""
-        name = "target_ratio" if self.settings.target_ratio is not None else "target_parameters"
-        ratio = (others + smallest) / size_report(self.model).dense_parameters
-        return (
-            f"{name}={getattr(self.settings, name)} asks for {wanted:,} parameters, but {others:,} are not in layers "
-            f"whose ranks are trained, and with min_rank={self.settings.min_rank} the smallest possible size is "
-            f"{others + smallest:,}. Use at least target_parameters={others + smallest} "
-            f"(target_ratio={math.ceil(1e4 * ratio) / 1e4}), or compress more layers."
-        )
+        self.history.parameters.append(ungated_parameters(self.model))

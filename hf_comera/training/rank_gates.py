@@ -8,9 +8,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_comera.modules import TensorTrainModule
+from hf_comera.optim.param_groups import check_whole, tensor_train_modules
 from hf_comera.training.bond_table import gated_layers
 
-__all__ = ["add_rank_gates", "bare_model", "check_gates", "fold_rank_gates", "gate_rate", "rewrap"]
+__all__ = ["add_rank_gates", "bare_model", "check_gates", "find_ddp", "fold_rank_gates", "gate_rate", "rewrap"]
+
+_DDP_SETTINGS = (
+    "device_ids", "output_device", "dim", "process_group", "find_unused_parameters", "gradient_as_bucket_view",
+    "static_graph", "mixed_precision", "forward_sync_buffers",
+)  # fmt: skip
+_WRAPPER_STATE = ("training", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
+                  "_forward_pre_hooks_with_kwargs", "_backward_hooks", "require_backward_grad_sync")  # fmt: skip
 
 
 def add_rank_gates(model: nn.Module) -> None:
@@ -19,9 +27,15 @@ def add_rank_gates(model: nn.Module) -> None:
     Make the optimizer after this. Layers with a frozen core stay without.
 
     Raises:
-        ValueError: If the model has no layer in tensor-train form with ranks to train.
+        ValueError: If the model has no layer in tensor-train form with ranks to train, or has rank activations.
     """
     trains = [module for module in model.modules() if isinstance(module, TensorTrainModule)]
+    nonlinear = next((module for module in trains if module.rank_activation is not None), None)
+    if nonlinear is not None:
+        raise ValueError(
+            f"The model has rank_activation={nonlinear.rank_activation!r}: its codes pass a nonlinearity, so the "
+            "basis of the middle bond cannot be changed, and ranks cannot be compared. Use rank_activation=None."
+        )
     adaptable = [
         module
         for module in trains
@@ -50,14 +64,12 @@ def check_gates(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"{type(model).__name__} has no trainable rank gates. Call hf_comera.add_rank_gates(model) before making "
             "the optimizer."
         )
+    check_whole(tensor_train_modules(model))
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, module in layers.items():
         for place, gate in enumerate(module.rank_gates()):
-            if hasattr(gate, "placements"):
-                raise ValueError(
-                    f"{name}.rank_gate_{place} is sharded (DTensor), but ranks are cut on whole cores. Use DDP, which "
-                    "tensor trains are small enough for."
-                )
+            if gate.device.type == "mps":
+                raise ValueError(f"{name}.rank_gate_{place} is on MPS, which has no float64. Use a CPU or a CUDA GPU.")
             group = groups.get(id(gate))
             if group is None:
                 raise ValueError(
@@ -100,20 +112,28 @@ def bare_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def rewrap(model: nn.Module) -> None:
-    """Let DDP find the parameters anew, in place: training loops hold on to the object."""
-    if not isinstance(model, DistributedDataParallel):
+def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP around the model; ``torch.compile`` may be around that."""
+    return next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
+
+
+def rewrap(ddp: DistributedDataParallel | None) -> None:
+    """Let DDP find the parameters anew, in place: training loops hold on to the object. Its settings stay."""
+    if ddp is None:
         return
-    names = inspect.signature(DistributedDataParallel.__init__).parameters
-    settings = {
-        name: getattr(model, name)
-        for name in ("device_ids", "output_device", "dim", "broadcast_buffers", "process_group",
-                     "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-        if name in names and hasattr(model, name)
-    }  # fmt: skip
-    module = model.module
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    settings = {name: getattr(ddp, name) for name in _DDP_SETTINGS if name in known and hasattr(ddp, name)}
+    if "forward_sync_buffers" not in known:  # as torch calls it from 2.13 on
+        settings["broadcast_buffers"] = ddp.broadcast_buffers
+    if "bucket_cap_mb" in known and hasattr(ddp, "bucket_bytes_cap"):
+        settings["bucket_cap_mb"] = ddp.bucket_bytes_cap / 2**20
+    module, hooks = ddp.module, list(getattr(ddp, "_comm_hooks", ()))
+    kept = {name: ddp.__dict__[name] for name in _WRAPPER_STATE if name in ddp.__dict__}
     if any(isinstance(part, TensorTrainModule) and part.is_removed for part in module.modules()):
         settings["find_unused_parameters"] = True  # say a norm that nothing but removed layers read
-    del model.reducer  # its hooks hold the old parameters
+    del ddp.reducer  # its hooks hold the old parameters
     gc.collect()
-    DistributedDataParallel.__init__(model, module, **settings)
+    DistributedDataParallel.__init__(ddp, module, **settings)
+    ddp.__dict__.update(kept)
+    for hook, state in hooks:
+        ddp.register_comm_hook(state, hook)

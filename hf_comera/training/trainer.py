@@ -9,6 +9,7 @@ from transformers import Trainer, TrainingArguments
 from hf_comera.optim import TTMuon
 from hf_comera.training.callback import ComeraCallback
 from hf_comera.training.rank_adaptation import RankAdaptation
+from hf_comera.training.rank_gates import add_rank_gates
 
 __all__ = ["ComeraTrainer", "ComeraTrainerMixin"]
 
@@ -34,18 +35,40 @@ class ComeraTrainerMixin:
     args: TrainingArguments
     model: Any
     model_wrapped: Any
+    callback_handler: Any
     optimizer: torch.optim.Optimizer | None
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
 
     def __init__(self, *args: Any, rank_adaptation: RankAdaptation | None = None, **kwargs: Any) -> None:
-        self.rank_callback = None if rank_adaptation is None else ComeraCallback(rank_adaptation)
+        if rank_adaptation is not None:
+            kwargs["callbacks"] = [*(kwargs.get("callbacks") or ()), ComeraCallback(rank_adaptation)]
+        super().__init__(*args, **kwargs)
+        self._connect()
+
+    @property
+    def rank_callback(self) -> ComeraCallback | None:
+        """What trains the ranks, if they are trained; resuming may put another one in."""
+        callbacks = self.callback_handler.callbacks
+        return next((callback for callback in callbacks if isinstance(callback, ComeraCallback)), None)
+
+    def _connect(self) -> None:
         if self.rank_callback is not None:
             self.rank_callback.wrapped_model = lambda: self.model_wrapped
-            kwargs["callbacks"] = [*(kwargs.get("callbacks") or ()), self.rank_callback]
-        super().__init__(*args, **kwargs)
+
+    def _load_callback_state(self) -> None:
+        super()._load_callback_state()  # type: ignore[misc]
+        self._connect()
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Record ``logs``, and with the training loss the figures of the ranks."""
+        if self.rank_callback is not None and self.rank_callback.adapter is not None and "loss" in logs:
+            logs = {**logs, **self.rank_callback.adapter.logs()}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Set up the optimizer, unless there is one."""
+        if self.rank_callback is not None and self.optimizer is None:
+            add_rank_gates(self.model if model is None else model)  # with model_init, the model is a new one
         default = TrainingArguments.__dataclass_fields__["optim"].default
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None and self.args.optim == default:
             self.optimizer = TTMuon(

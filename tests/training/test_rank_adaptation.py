@@ -3,7 +3,7 @@
 import pytest
 
 from hf_comera import ComeraConfig, RankAdaptation, get_comera_model, size_report
-from hf_comera.training.rank_adaptation import core_budget
+from hf_comera.training.rank_budget import core_budget
 from tests.architectures import ARCHITECTURES
 
 
@@ -22,6 +22,7 @@ from tests.architectures import ARCHITECTURES
         ({"cut_every": "often"}, "cut_every='often' is needed"),
         ({"gamma": -0.1}, "gamma=-0.1 must not be negative"),
         ({"beta": float("nan")}, "beta=nan must not be negative"),
+        ({"wanted_loss": 0.0}, "wanted_loss=0.0 must be a number other than zero"),
         ({"threshold": 1.0}, "threshold=1.0 must be at least 0 and below 1"),
         ({"min_rank": -1}, "min_rank=-1 is not an integer of at least 0"),
     ],

@@ -1,0 +1,191 @@
+"""Rank adaptation where something is unusual: losses that are no numbers, optimizers, wrappers, accumulation."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback, TrainingArguments
+
+from hf_comera import (
+    ComeraConfig,
+    ComeraTrainer,
+    RankAdaptation,
+    RankAdapter,
+    TTMuon,
+    add_rank_gates,
+    get_comera_model,
+)
+from hf_comera.modules import TTLinear
+from hf_comera.training.rank_gates import find_ddp, rewrap
+from tests.architectures import ARCHITECTURES
+
+
+def linear(**settings):
+    layer = TTLinear(24, 24, ranks=6, **settings)
+    add_rank_gates(layer)
+    return layer
+
+
+def adapted(settings=None, make=lambda layer: TTMuon(layer, 1e-3), steps=6):
+    layer = linear()
+    optimizer = make(layer)
+    return layer, optimizer, RankAdapter(layer, optimizer, settings or RankAdaptation(), total_steps=steps)
+
+
+def train(layer, optimizer, adapter, steps, factor=1.0):
+    for _ in range(steps):
+        loss = layer(torch.randn(8, 24)).square().mean()
+        loss.backward()
+        adapter.before_step(loss * factor)
+        optimizer.step()
+        adapter.after_step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_losses_that_are_no_numbers_are_left_out(factor):
+    layer, optimizer, adapter = adapted()
+    train(layer, optimizer, adapter, 1)
+    before = adapter.smoothed_loss.item()
+    train(layer, optimizer, adapter, 1, factor)
+    assert adapter.smoothed_loss.item() == before
+
+
+def test_without_an_early_stage_the_first_loss_is_the_wanted_one():
+    settings = RankAdaptation(target_parameters=700, early=0, late=6)
+    layer, optimizer, adapter = adapted(settings)
+    train(layer, optimizer, adapter, 1)
+    assert adapter.wanted_loss.item() == adapter.smoothed_loss.item()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda layer: torch.optim.RMSprop(layer.parameters(), lr=1e-3, momentum=0.9),
+        lambda layer: torch.optim.Adagrad(layer.parameters(), lr=1e-3),
+        lambda layer: torch.optim.Adam(layer.parameters(), lr=1e-3, amsgrad=True),
+    ],
+)
+def test_moments_of_other_optimizers_stay_what_they_are(make):
+    settings = RankAdaptation(target_parameters=500, early=1, late=4, cut_every=1)
+    layer, optimizer, adapter = adapted(settings, make)
+    train(layer, optimizer, adapter, 6)
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())
+    assert sum(layer.ranks) < 6 * 5
+
+
+def test_optimizers_of_unknown_state_are_refused_before_anything_changes():
+    layer, optimizer, adapter = adapted(
+        RankAdaptation(early=2, late=2, cut_every=2), lambda layer: torch.optim.Adadelta(layer.parameters())
+    )
+    train(layer, optimizer, adapter, 1)
+    cores = [core.detach().clone() for core in layer.cores()]
+    optimizer.step = lambda: None
+    with pytest.raises(
+        ValueError, match=r"Adadelta keeps '.*' of shape .* How that changes with its ranks is not known"
+    ):
+        train(layer, optimizer, adapter, 1)
+    assert all(torch.equal(new, old) for new, old in zip(layer.cores(), cores, strict=True))
+
+
+def test_diverged_layers_are_named():
+    layer, optimizer, adapter = adapted(RankAdaptation(early=2, late=2, cut_every=1))
+    layer.core_0.data[0, 0, 0] = torch.nan
+    optimizer.step = lambda: None
+    with pytest.raises(ValueError, match="hold NaN or infinity: the training diverged"):
+        train(layer, optimizer, adapter, 1)
+
+
+def test_a_training_of_another_length_is_not_resumed():
+    *_, adapter = adapted()
+    *_, other = adapted(steps=7)
+    with pytest.raises(ValueError, match="total_steps=7, but the training to resume was one of 6"):
+        other.load_state_dict(adapter.state_dict())
+
+
+def test_states_are_snapshots():
+    layer, optimizer, adapter = adapted(RankAdaptation(target_parameters=500, early=1, late=4, cut_every=1))
+    state = adapter.state_dict()
+    train(layer, optimizer, adapter, 6)
+    assert state["history"]["steps"] == [0]
+
+
+def test_rank_activations_are_refused():
+    layer = TTLinear(24, 24, ranks=6, rank_activation="silu")
+    with pytest.raises(ValueError, match=r"rank_activation='silu'.*Use rank_activation=None"):
+        add_rank_gates(layer)
+
+
+def test_accumulated_batches_of_accelerate_are_one_step():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    layer = linear()
+    layer, optimizer = accelerator.prepare(layer, TTMuon(layer, 1e-3))
+    adapter = RankAdapter(layer, optimizer, RankAdaptation(), total_steps=4)
+    for _ in range(6):
+        with accelerator.accumulate(layer):
+            loss = layer(torch.randn(8, 24)).square().mean()
+            accelerator.backward(loss)
+            adapter.before_step(loss)
+            optimizer.step()
+            adapter.after_step()
+            optimizer.zero_grad()
+    assert adapter.step == 2
+
+
+def test_replicas_see_the_gates():
+    """As those of DataParallel do: their parameters are plain attributes."""
+    layer = linear()
+    replica = layer._replicate_for_data_parallel()
+    for name, parameter in layer._parameters.items():
+        setattr(replica, name, None if parameter is None else parameter.detach() * 2)
+    assert len(replica.rank_gates()) == 5
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_ddp_keeps_its_settings_and_hooks(process_group):
+    calls = []
+
+    def count(state, bucket):
+        calls.append(bucket)
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    layer = linear()
+    ddp = DistributedDataParallel(layer, bucket_cap_mb=3).eval()
+    ddp.register_comm_hook(None, count)
+    ddp.register_forward_hook(lambda *_: calls.append("forward"))
+    rewrap(find_ddp(torch.compile(ddp, backend="eager")))  # Accelerate compiles around DDP
+    ddp(torch.randn(2, 24)).sum().backward()
+    assert calls[0] == "forward"
+    assert len(calls) > 1
+    assert ddp.bucket_bytes_cap == 3 * 2**20
+    assert not ddp.training
+    del ddp
+
+
+def test_trackers_see_the_ranks(tmp_path):
+    seen = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    architecture = ARCHITECTURES["bert-mlm"]
+    model = get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config())
+    rows = [{key: value[0] for key, value in architecture.training_inputs().items()} for _ in range(4)]
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    args = TrainingArguments(str(tmp_path), max_steps=2, logging_steps=1, **quiet)
+    trainer = ComeraTrainer(
+        model=model, args=args, train_dataset=rows, callbacks=[Tracker()], rank_adaptation=RankAdaptation()
+    )
+    trainer.train()
+    assert all("live_ranks" in logs for logs in seen if "loss" in logs)
+    assert len(seen) >= 2
