@@ -81,7 +81,7 @@ def trim(trains: Sequence[TrainRanks], budget: int) -> list[list[np.ndarray]]:
     """Remove ranks one at a time, the one of the least importance per parameter first, until ``budget`` is met.
 
     What the last removal saved too much is given back: at the end no removed rank fits any more, so the size is within
-    one rank of the budget.
+    one rank of the budget. (Whole trains that went do not come back.)
 
     Args:
         trains: The trains with the importance of their ranks.
@@ -120,8 +120,8 @@ def choose_ranks(
 ) -> list[Tensor]:
     """Which ranks to keep: without a budget those that are not dead, with one the most important that fit in.
 
-    With a budget, dead ranks go first, also where the budget would leave room for them, but no more of them than the
-    wanted size asks for.
+    With a budget, dead ranks go first, also where the budget has room for them, but not so many that the wanted
+    size would be missed by more than a rank.
 
     Args:
         table: Of the model.
