@@ -1,7 +1,7 @@
-"""One process of a data-parallel run that trains ranks; prints losses, ranks and sizes as JSON.
+"""One process of a data-parallel run that trains ranks; writes losses, ranks and sizes as JSON into a folder.
 
 Started by ``torchrun`` (or alone, as the reference with whole batches) from test_ranks_in_parallel.py, with the way
-to train: ``loop`` (DDP by hand, with a stop and a resumption on the way) or ``trainer``.
+to train, ``loop`` (DDP by hand, with a stop and a resumption on the way) or ``trainer``, and the folder.
 """
 
 import copy
@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -117,7 +118,7 @@ def trainer():
 
 
 def main():
-    """Train and print."""
+    """Train and write."""
     torch.set_num_threads(1)
     if WORLD > 1 and sys.argv[1] == "loop":
         dist.init_process_group("gloo")
@@ -126,7 +127,7 @@ def main():
     total = sum(p.double().sum().item() for p in model.parameters())
     size, wanted = size_report(model).parameters, adaptation(compressed()).target_parameters
     result = {"losses": losses, "sum": total, "ranks": ranks, "size": size, "wanted": wanted}
-    print("RESULT", json.dumps(result), flush=True)
+    Path(sys.argv[2], f"{RANK}.json").write_text(json.dumps(result))  # lines that two processes print can mix
     if WORLD > 1:
         gc.collect()  # see ddp_worker.py
         dist.destroy_process_group()

@@ -10,18 +10,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(way, *launcher):
-    program = [sys.executable, *launcher, "-m", "tests.integration.rank_worker", way]
+def run(way, folder, *launcher):
+    folder.mkdir()
+    program = [sys.executable, *launcher, "-m", "tests.integration.rank_worker", way, str(folder)]
     result = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=240)
     assert result.returncode == 0, result.stderr
-    lines = [line[line.index("RESULT") + 7 :] for line in result.stdout.splitlines() if "RESULT" in line]
-    return [json.loads(line) for line in lines]
+    return [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
 
 
 @pytest.mark.parametrize("way", ["loop", "trainer"])
-def test_cuts_losses_and_weights_equal_those_of_one_process(way):
-    (one,) = run(way)
-    first, second = run(way, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+def test_cuts_losses_and_weights_equal_those_of_one_process(way, tmp_path):
+    (one,) = run(way, tmp_path / "one")
+    first, second = run(way, tmp_path / "two", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     assert first == second
     assert first["ranks"] == one["ranks"]
     assert any(not any(ranks) for ranks in one["ranks"].values())  # a layer was removed on the way
