@@ -112,6 +112,8 @@ class RankAdapter:
         Args:
             loss: Mean loss of this step over all its accumulated batches, of this process.
         """
+        if not isinstance(loss, Tensor):
+            raise ValueError(f"loss={loss!r} is needed as a tensor: the mean loss of this step. Models need labels.")
         if self.step == 0:
             warn_of_small_model(self.model, self.table, self.budget)
         if not self.table.gates or self._accumulates():
@@ -189,6 +191,12 @@ class RankAdapter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`; model and optimizer must be loaded first."""
+        lacking = self.state_dict().keys() - state.keys()
+        if lacking:
+            raise ValueError(
+                f"The state of rank adaptation lacks {sorted(lacking)}: it is damaged or of something else. Load what "
+                "RankAdapter.state_dict() returned."
+            )
         if state["total_steps"] != self.stages.total:
             raise ValueError(
                 f"total_steps={self.stages.total}, but the training to resume was one of {state['total_steps']}, and "

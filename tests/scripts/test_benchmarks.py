@@ -26,3 +26,14 @@ def test_runs(script, options, expected):
     result = subprocess.run(program, capture_output=True, text=True, timeout=280, env=root)
     assert result.returncode == 0, result.stderr
     assert expected in result.stdout
+
+
+def test_ranks_are_compared_at_one_size():
+    options = ["--steps", "6", "--width", "32", "--rank", "8", "--small_rank", "4", "--no-save"]
+    root = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "COLUMNS": "200"}
+    program = [sys.executable, str(SCRIPTS / "bench_ranks.py"), *options]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=280, env=root)
+    assert result.returncode == 0, result.stderr
+    lines = [line.strip("│ ").split("│") for line in result.stdout.splitlines() if line.startswith("│")]
+    sizes = {line[0].strip(): int(line[7]) for line in lines}
+    assert sizes["kept"] > sizes["small"] >= sizes["cut"] > 0.8 * sizes["small"]

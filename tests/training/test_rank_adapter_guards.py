@@ -104,6 +104,19 @@ def test_a_training_of_another_length_is_not_resumed():
         other.load_state_dict(adapter.state_dict())
 
 
+@pytest.mark.parametrize("state", [{}, {"step": 1, "total_steps": 6}])
+def test_states_of_something_else_are_refused(state):
+    *_, adapter = adapted()
+    with pytest.raises(ValueError, match=r"lacks \[.*'strengths'.*Load what RankAdapter.state_dict"):
+        adapter.load_state_dict(state)
+
+
+def test_a_loss_is_needed():
+    *_, adapter = adapted()
+    with pytest.raises(ValueError, match="loss=None is needed as a tensor"):
+        adapter.before_step(None)
+
+
 def test_states_are_snapshots():
     layer, optimizer, adapter = adapted(RankAdaptation(target_parameters=500, early=1, late=4, cut_every=1))
     state = adapter.state_dict()

@@ -1,0 +1,139 @@
+"""Train the byte-level GPT-2 of bench_quality.py with ranks kept, with ranks cut on the way, and small from the start.
+
+    python scripts/bench_ranks.py
+
+`--help` says what is compared.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from hf_comera import (
+    ComeraConfig,
+    RankAdaptation,
+    RankAdapter,
+    TTMuon,
+    add_rank_gates,
+    get_comera_model,
+    size_report,
+)
+from interleaved_timing import MACHINE_IDENTITY, RESULTS, machine, positive_integer, replace_rows
+from quality_bytes import bytes_task
+from quality_task import Task, held_out_loss
+from quality_training import LAST_PART, MAX_GRADIENT_NORM
+from quality_updates import rate_course
+
+DESCRIPTION = """\
+Three runs with the same data and rate: a tensor-train model whose ranks are kept;
+the same, cut by rank adaptation (its defaults) to the core parameters of a model
+of smaller rank; that smaller model from the start. Printed are the mean training
+loss of the last tenth of the steps, and the held-out loss. --only runs one of them.
+"""
+KEPT, CUT, SMALL = "kept", "cut", "small"
+IDENTITY = ["form", "rank", "small_rank", "width", "steps", "lr", "seed"]
+Row = dict[str, str | int | float]
+
+
+def main() -> None:
+    """Train, print the table, write the rows."""
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=keep_lines)
+    parser.add_argument("--rank", type=positive_integer, default=32, help="of the large model; default 32")
+    parser.add_argument("--small_rank", type=positive_integer, default=16, help="of the small one; default 16")
+    parser.add_argument("--width", type=positive_integer, default=256, help="hidden size; default 256")
+    parser.add_argument("--steps", type=positive_integer, default=500, help="of each run; default 500")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate; default 2e-3")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="a run each; default 0")
+    parser.add_argument("--only", choices=(KEPT, CUT, SMALL), help="one of the three")
+    parser.add_argument("--threads", type=positive_integer, default=1, help="torch threads; default 1")
+    parser.add_argument("--no-save", action="store_true", help="print only, do not write scripts/results/")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    logging.set_verbosity_error()
+    task, rows = bytes_task(), []
+    for seed in args.seeds:
+        for form in [args.only] if args.only else (KEPT, CUT, SMALL):
+            rows.append(run(task, form, seed, args))
+            if not args.no_save:
+                replace_rows(RESULTS / "bench_ranks.csv", [rows[-1] | machine()], [*IDENTITY, *MACHINE_IDENTITY])
+    show(rows)
+
+
+def run(task: Task, form: str, seed: int, args: argparse.Namespace) -> Row:
+    """One training; its row."""
+    torch.manual_seed(seed)
+    wanted = size_report(build(task, args.small_rank, args.width)).parameters
+    torch.manual_seed(seed)
+    model = build(task, args.small_rank if form == SMALL else args.rank, args.width)
+    start = time.perf_counter()
+    losses = train(task, model, seed, args, wanted if form == CUT else None)
+    seconds = time.perf_counter() - start
+    last = losses[-max(1, int(LAST_PART * args.steps)) :]
+    return {
+        "form": form,
+        "rank": args.rank,
+        "small_rank": args.small_rank,
+        "width": args.width,
+        "steps": args.steps,
+        "lr": args.lr,
+        "seed": seed,
+        "core_parameters": size_report(model).compressed_parameters,
+        "training_loss": round(statistics.mean(last), 4),
+        "held_out_loss": round(held_out_loss(task, model), 4),
+        "seconds": round(seconds, 1),
+    }
+
+
+def build(task: Task, rank: int, width: int) -> PreTrainedModel:
+    """The model with random weights."""
+    settings = ComeraConfig(target_modules=task.target_modules, rank=rank)
+    return get_comera_model(task.model_class, settings, config=task.build_config(width)).train()
+
+
+def train(task: Task, model: PreTrainedModel, seed: int, args: argparse.Namespace, wanted: int | None) -> list[float]:
+    """The loss of each step; with a wanted size, ranks are cut to it on the way."""
+    if wanted is not None:
+        add_rank_gates(model)
+    optimizer = TTMuon(model, args.lr)
+    schedule = LambdaLR(optimizer, rate_course(args.steps))
+    adapter = None
+    if wanted is not None:
+        adapter = RankAdapter(model, optimizer, RankAdaptation(target_parameters=wanted), total_steps=args.steps)
+    batches, losses = task.batches(seed), []
+    for step in tqdm(range(args.steps), unit="step", leave=False):
+        loss = task.loss(model, batches[step])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+        losses.append(loss.item())
+        if adapter is not None:
+            adapter.before_step(loss)
+        optimizer.step()
+        if adapter is not None:
+            adapter.after_step()
+        schedule.step()
+        optimizer.zero_grad()
+    if adapter is not None:
+        adapter.finish()
+    return losses
+
+
+def show(rows: list[Row]) -> None:
+    """Print the figures."""
+    table = Table(*rows[0], title="Ranks kept, cut, and small from the start", title_justify="left")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
