@@ -20,6 +20,7 @@ from hf_comera.compress.plan import CompressionPlan, LayerPlan
 from hf_comera.compress.rank_report import RankReport, rank_report
 from hf_comera.compress.size import size_report
 from hf_comera.compress.surgery import merge_model
+from hf_comera.compress.wiring import wire
 from hf_comera.hub.saving import atomic_save
 from hf_comera.modules import TensorTrainModule, TTMEmbedding
 
@@ -131,6 +132,7 @@ def attach(model: PreTrainedModel, config: ComeraConfig, errors: dict[str, float
     model.__class__ = _comera_class(type(model))
     model.add_model_tags(TAGS)  # for the card of a plain model.push_to_hub
     _record_layers(model)
+    wire(model)
     return model
 
 

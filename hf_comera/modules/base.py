@@ -44,8 +44,9 @@ class TensorTrainModule(nn.Module):
 
     def rank_gates(self) -> list[Tensor]:
         """The gates of the inner bonds, first to last; none unless ranks are being trained."""
-        gates = (getattr(self, f"rank_gate_{index}", None) for index in range(self.num_cores - 1))
-        return [gate for gate in gates if gate is not None]
+        if getattr(self, "rank_gate_0", None) is None:  # all bonds have one, or none
+            return []
+        return [getattr(self, f"rank_gate_{index}") for index in range(self.num_cores - 1)]
 
     def train_parameters(self) -> list[Tensor]:
         """Cores and gates: all that the ranks give their shapes."""

@@ -1,14 +1,19 @@
 """``TTLinear``: a drop-in for ``nn.Linear`` (and GPT-2's ``Conv1D``) whose weight is a tensor train."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_comera.modules.base import TensorTrainModule, removed_output
-from hf_comera.ops import tt_linear
-from hf_comera.ops.precision import chain_dtype
+from hf_comera.modules.halves_bank import HalvesBank, can_share
+from hf_comera.modules.joined import JoinedProjections
+from hf_comera.modules.wide_hidden import WideHidden, pays
+from hf_comera.ops.halves import layer_halves
+from hf_comera.ops.precision import autocast_input, chain_dtype, without_autocast
 from hf_comera.ops.rank_activation import check_rank_activation, shrinkage
+from hf_comera.ops.tt_linear import activate, from_code, to_code
 from hf_comera.tt.cores import contract_left, contract_right, core_shapes, draw_cores
 from hf_comera.tt.decomposition import tt_svd
 from hf_comera.tt.shapes import check_factors, factorize, useful_ranks
@@ -75,6 +80,9 @@ class TTLinear(TensorTrainModule):
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         )
+        self.join_bank(HalvesBank())
+        self.joined: JoinedProjections | None = None
+        self.is_wide = False
         self.reset_parameters()
 
     @torch.no_grad()
@@ -103,8 +111,42 @@ class TTLinear(TensorTrainModule):
             )
         if self.is_removed:
             return removed_output(x, self.out_features, self.bias)
-        cores = self.gated_cores()
-        return tt_linear(x, cores, len(self.in_factors), self.bias, self.out_features, self.rank_activation)
+        left, right = self._halves(autocast_input(x).dtype)
+        if isinstance(x, WideHidden):
+            code = x.code(left)
+        else:
+            code = to_code(x, left) if self.joined is None else self.joined.code(self, x, left)
+        code = activate(code, self.rank_activation)
+        if self.is_wide and not self._forward_hooks and pays(x, self.out_features):
+            return WideHidden.of(code, right, self.bias)
+        return from_code(code, right, self.bias)
+
+    def _halves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``left (R, in_features)`` and ``right (R, out_features)`` in ``dtype``; R is the padded middle rank."""
+        if can_share(self.train_parameters()):
+            return self.halves_bank.halves(self, dtype)
+        with without_autocast(self.core_0):
+            left, right = layer_halves(self.gated_cores(), len(self.in_factors), self.in_features, self.out_features)
+            return left.to(dtype), right.to(dtype)
+
+    def join_bank(self, bank: HalvesBank) -> None:
+        """Have the halves built together with those of the other members of ``bank``, and kept there."""
+        self.halves_bank = bank
+        bank.add(self)
+
+    def train(self, mode: bool = True) -> "TTLinear":
+        """Set the training mode, and free what was kept."""
+        self.halves_bank.drop(self)
+        if self.joined is not None:
+            self.joined.reset()
+        return super().train(mode)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, whole or from a pickle, joins the copies of its fellows."""
+        super().__setstate__(state)
+        self.halves_bank.add(self)
+        if self.joined is not None:
+            self.joined.add(self)
 
     def weight_shape(self) -> tuple[int, int]:
         """``(out_features, in_features)``, or ``(in_features, out_features)`` if ``transposed``."""

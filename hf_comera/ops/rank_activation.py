@@ -1,4 +1,4 @@
-"""Nonlinearities that may stand between the two halves of a TT linear, with their derivatives.
+"""Nonlinearities that may stand between the two halves of a TT linear.
 
 All map zero to zero, so rank columns that are padding stay zero.
 
@@ -7,37 +7,14 @@ Source: CoLA, arXiv:2502.10940 (a nonlinearity between the two factors of a low-
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu, silu
 
-__all__ = ["RANK_ACTIVATIONS", "RankActivation", "check_rank_activation", "shrinkage"]
+__all__ = ["RANK_ACTIVATIONS", "check_rank_activation", "shrinkage"]
 
-
-class RankActivation(NamedTuple):
-    """A nonlinearity and its backward.
-
-    Shape:
-        ``function``: code ``(...) -> (...)``; ``backward``: gradient of the result and code, both ``(...)``, to the
-        gradient of the code.
-    """
-
-    function: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
-
-
-def _silu_backward(grad: Tensor, code: Tensor) -> Tensor:
-    if torch.is_grad_enabled():  # somebody wants second derivatives, which torch's fused backward does not have
-        sigmoid = torch.sigmoid(code)
-        return grad * sigmoid * (1 + code * (1 - sigmoid))
-    return torch.ops.aten.silu_backward(grad, code)
-
-
-RANK_ACTIVATIONS = {
-    "gelu": RankActivation(torch.ops.aten.gelu.default, torch.ops.aten.gelu_backward.default),  # the exact one, by erf
-    "silu": RankActivation(torch.ops.aten.silu.default, _silu_backward),
-}
+RANK_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "silu": silu}  # gelu is the exact one, by erf
 
 
 def check_rank_activation(name: str | None) -> None:
@@ -61,4 +38,4 @@ def shrinkage(name: str, deviation: float) -> float:
     """
     points = torch.linspace(0, 1, 2002, dtype=torch.float64)[1:-1]  # equally likely values; 4 digits are plenty
     z = max(deviation, 1e-6) * math.sqrt(2) * torch.erfinv(2 * points - 1)
-    return (RANK_ACTIVATIONS[name].function(z).norm() / z.norm()).item()
+    return (RANK_ACTIVATIONS[name](z).norm() / z.norm()).item()

@@ -26,12 +26,13 @@ def contract_left(cores: Sequence[Tensor]) -> list[Tensor]:
     """Products of the first 1, 2, ..., d cores, grown from the left.
 
     Shape:
-        cores ``(r_{k-1}, n_k, r_k)`` with ``r_0 = 1`` -> d matrices ``(n_1 ... n_k, r_k)``; the last one is the half.
+        cores ``(..., r_{k-1}, n_k, r_k)`` with ``r_0 = 1`` -> d matrices ``(..., n_1 ... n_k, r_k)``; the last one is
+        the half.
     """
-    prefixes = [cores[0].reshape(-1, cores[0].shape[-1])]
+    prefixes = [cores[0].flatten(-3, -2)]
     for core in cores[1:]:
-        product = prefixes[-1] @ core.reshape(core.shape[0], -1)
-        prefixes.append(product.reshape(-1, core.shape[-1]))
+        product = prefixes[-1] @ core.flatten(-2)
+        prefixes.append(product.reshape(*core.shape[:-3], -1, core.shape[-1]))
     return prefixes
 
 
@@ -39,14 +40,14 @@ def contract_left_backward(cores: Sequence[Tensor], prefixes: Sequence[Tensor], 
     """Gradient of each core, given the gradient of ``contract_left(cores)[-1]``.
 
     Shape:
-        ``grad_half`` ``(n_1 ... n_d, r_d)`` -> one gradient of each core's shape.
+        ``grad_half`` ``(..., n_1 ... n_d, r_d)`` -> one gradient of each core's shape.
     """
     grads: list[Tensor] = []
     grad = grad_half
     for core, prefix in zip(reversed(cores[1:]), reversed(prefixes[:-1]), strict=True):
-        grad = grad.reshape(prefix.shape[0], -1)
-        grads.append((prefix.T @ grad).reshape(core.shape))
-        grad = grad @ core.reshape(core.shape[0], -1).T
+        grad = grad.reshape(*prefix.shape[:-1], -1)
+        grads.append((prefix.mT @ grad).reshape(core.shape))
+        grad = grad @ core.flatten(-2).mT
     grads.append(grad.reshape(cores[0].shape))
     return grads[::-1]
 
@@ -55,12 +56,13 @@ def contract_right(cores: Sequence[Tensor]) -> list[Tensor]:
     """Products of the last d, d-1, ..., 1 cores, grown from the right, which is the cheap end.
 
     Shape:
-        cores ``(r_{k-1}, n_k, r_k)`` with ``r_d = 1`` -> d matrices ``(r_{k-1}, n_k ... n_d)``; the first is the half.
+        cores ``(..., r_{k-1}, n_k, r_k)`` with ``r_d = 1`` -> d matrices ``(..., r_{k-1}, n_k ... n_d)``; the first is
+        the half.
     """
-    suffixes = [cores[-1].reshape(cores[-1].shape[0], -1)]
+    suffixes = [cores[-1].flatten(-2)]
     for core in reversed(cores[:-1]):
-        product = core.reshape(-1, core.shape[-1]) @ suffixes[-1]
-        suffixes.append(product.reshape(core.shape[0], -1))
+        product = core.flatten(-3, -2) @ suffixes[-1]
+        suffixes.append(product.reshape(*core.shape[:-2], -1))
     return suffixes[::-1]
 
 
@@ -68,14 +70,14 @@ def contract_right_backward(cores: Sequence[Tensor], suffixes: Sequence[Tensor],
     """Gradient of each core, given the gradient of ``contract_right(cores)[0]``.
 
     Shape:
-        ``grad_half`` ``(r_0, n_1 ... n_d)`` -> one gradient of each core's shape.
+        ``grad_half`` ``(..., r_0, n_1 ... n_d)`` -> one gradient of each core's shape.
     """
     grads: list[Tensor] = []
     grad = grad_half
     for core, suffix in zip(cores[:-1], suffixes[1:], strict=True):
-        grad = grad.reshape(-1, suffix.shape[1])
-        grads.append((grad @ suffix.T).reshape(core.shape))
-        grad = core.reshape(-1, core.shape[-1]).T @ grad
+        grad = grad.reshape(*core.shape[:-3], -1, suffix.shape[-1])
+        grads.append((grad @ suffix.mT).reshape(core.shape))
+        grad = core.flatten(-3, -2).mT @ grad
     grads.append(grad.reshape(cores[-1].shape))
     return grads
 

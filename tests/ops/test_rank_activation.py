@@ -1,4 +1,4 @@
-"""hf_comera/ops/rank_activation.py: torch's nonlinearities and derivatives, zero at zero, unknown names refused."""
+"""hf_comera/ops/rank_activation.py: torch's nonlinearities, zero at zero, unknown names refused."""
 
 import pytest
 import torch
@@ -10,20 +10,14 @@ from tests.dense_references import random_cores
 
 
 @pytest.mark.parametrize("name", RANK_ACTIVATIONS)
-def test_equals_torch_in_value_and_derivative(name):
-    code = torch.randn(50, dtype=torch.float64, requires_grad=True)
-    expected = getattr(functional, name)(code)
-    torch.testing.assert_close(RANK_ACTIVATIONS[name].function(code), expected)
-    grad = torch.randn_like(code)
-    (dcode,) = torch.autograd.grad(expected, code, grad)
-    for create_graph in (True, False):
-        with torch.set_grad_enabled(create_graph):
-            torch.testing.assert_close(RANK_ACTIVATIONS[name].backward(grad, code), dcode)
+def test_equals_torch(name):
+    code = torch.randn(50, dtype=torch.float64)
+    torch.testing.assert_close(RANK_ACTIVATIONS[name](code), getattr(functional, name)(code))
 
 
 @pytest.mark.parametrize("name", RANK_ACTIVATIONS)
 def test_padded_rank_columns_stay_zero(name):
-    assert RANK_ACTIVATIONS[name].function(torch.zeros(1)).item() == 0.0
+    assert RANK_ACTIVATIONS[name](torch.zeros(1)).item() == 0.0
 
 
 @pytest.mark.parametrize("name", [None, *RANK_ACTIVATIONS])
@@ -46,5 +40,5 @@ def test_the_operator_refuses_them_too():
 @pytest.mark.parametrize("deviation", [1e-3, 0.3, 1.0, 5.0])
 def test_shrinkage_is_that_of_normal_numbers(name, deviation):
     z = deviation * torch.randn(400_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    expected = RANK_ACTIVATIONS[name].function(z).norm() / z.norm()
+    expected = RANK_ACTIVATIONS[name](z).norm() / z.norm()
     assert shrinkage(name, deviation) == pytest.approx(expected.item(), rel=1e-2)

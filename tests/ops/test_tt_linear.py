@@ -7,8 +7,9 @@ import torch
 from torch.nn import functional
 
 from hf_comera.ops import tt_linear
+from hf_comera.ops.halves import layer_halves
 from hf_comera.ops.rank_activation import RANK_ACTIVATIONS
-from hf_comera.ops.tt_linear import _tt_linear
+from hf_comera.ops.tt_linear import to_code
 from hf_comera.tt.cores import draw_cores
 from tests.dense_references import dense_halves, dense_matrix, random_cores
 
@@ -58,8 +59,8 @@ def test_matches_dense_and_passes_gradcheck(in_factors, out_factors, rank, in_fe
             torch.autograd.grad(ours, inputs, grad_y), torch.autograd.grad(expected, inputs, grad_y)
         )
 
-    def op(x, bias, *cores):  # both outputs: the code, taken before the activation, is differentiable too
-        return _tt_linear(x, list(cores), bias, len(in_factors), out_features, rank_activation)
+    def op(x, bias, *cores):
+        return tt_linear(x, list(cores), len(in_factors), bias, out_features, rank_activation)
 
     assert torch.autograd.gradcheck(op, (x, bias, *cores))
 
@@ -86,14 +87,6 @@ def test_strided_input_and_frozen_parts(rank_activation):
 
 
 @every_activation
-def test_opcheck(rank_activation):
-    cores, x, bias = problem((2, 3), (4, 2), 3, 6, 7)
-    torch.library.opcheck(_tt_linear, (x, cores, bias, 2, 7, rank_activation))
-    without_bias = (x, cores, None, 2, 7, rank_activation)
-    torch.library.opcheck(_tt_linear, without_bias, test_utils=("test_schema", "test_faketensor"))
-
-
-@every_activation
 def test_second_derivatives(rank_activation):
     cores, x, bias = problem((2, 3), (3, 2), 2, 6, 5, (2,))
 
@@ -103,11 +96,12 @@ def test_second_derivatives(rank_activation):
     assert torch.autograd.gradgradcheck(op, (x, *cores))
 
 
-@every_activation
-def test_the_code_is_the_one_before_the_activation_with_zeros_as_padding(rank_activation):
-    cores, x, bias = problem((2, 3), (4, 2), 3, 6, 8)
-    _, code = _tt_linear(x, cores, bias, 2, 8, rank_activation)
+def test_the_code_has_zeros_as_padding():
+    cores, x, _ = problem((2, 3), (4, 2), 3, 6, 8)
+    left, _ = layer_halves(cores, 2, 6, 8)
+    code = to_code(x, left)
     torch.testing.assert_close(code[..., :3], x @ dense_halves(cores, 2, 6, 8)[0])
+    assert code.shape[-1] == 8
     assert not code[..., 3:].any()
 
 
@@ -145,14 +139,15 @@ def test_low_precision_error_is_at_most_twice_that_of_plain_torch(dtype, autocas
 
 
 @every_activation
-def test_saved_for_backward_are_x_and_the_code_only(rank_activation):
+def test_saved_for_backward_are_x_and_codes_only(rank_activation):
     cores = random_cores((8, 6), (6, 8), 12, dtype=torch.float32)
     x = torch.randn(500, 48, requires_grad=True)
     saved = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
         tt_linear(x, cores, 2, rank_activation=rank_activation)
     of_batch_size = sorted(tuple(t.shape) for t in saved.values() if t.shape[0] == 500)
-    assert of_batch_size == [(500, 16), (500, 48)], "x and the code, rank 12 padded to 16"
+    codes = [(500, 16)] if rank_activation is None else [(500, 16)] * 2  # before and after the activation
+    assert of_batch_size == [*codes, (500, 48)], "x and the code, rank 12 padded to 16"
 
 
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):

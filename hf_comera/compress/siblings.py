@@ -1,0 +1,46 @@
+"""Which layers work together, by their names: those that read one input, and those that feed an activation."""
+
+__all__ = ["FEED_FORWARD", "SIBLINGS", "feeds_forward", "sibling_names"]
+
+SIBLINGS = (
+    ("query", "key", "value"),  # BERT, RoBERTa, ViT
+    ("q_proj", "k_proj", "v_proj"),  # Llama, OPT, BART, CLIP
+    ("q_lin", "k_lin", "v_lin"),  # DistilBERT
+    ("q", "k", "v"),  # T5, MPNet
+    ("gate_proj", "up_proj"),  # Llama
+    ("wi_0", "wi_1"),  # T5 v1.1
+    ("w1", "w3"),  # Mixtral's experts
+)
+"""Children of one module, in the order in which its ``forward`` calls them.
+
+DeBERTa v2 is not here: it projects positions through query and key once more, each alone.
+"""
+
+FEED_FORWARD = (
+    *("intermediate.dense", "lin1", "fc1", "c_fc", "dense_h_to_4h"),  # BERT, DistilBERT, OPT and BART, GPT-2, NeoX
+    *("gate_proj", "up_proj", "w1", "w3", "wi", "wi_0", "wi_1"),  # Llama, Mixtral, T5
+)
+"""Last parts of the names of layers whose output goes through an activation, or gates one, to the next layer."""
+
+_CROSS_ATTENTION = ("crossattention", "cross_attn", "encoder_attn", "EncDecAttention")
+
+
+def sibling_names(module_name: str) -> list[tuple[str, ...]]:
+    """Names of children of ``module_name`` that may be joined.
+
+    In cross-attention the query reads the decoder, the others read the encoder.
+
+    >>> sibling_names("decoder.layers.0.encoder_attn")[1]
+    ('k_proj', 'v_proj')
+    """
+    crosses = any(part in _CROSS_ATTENTION for part in module_name.split("."))
+    return [names[1:] if crosses and len(names) == 3 else names for names in SIBLINGS]
+
+
+def feeds_forward(name: str) -> bool:
+    """Whether the layer is the first of a feed-forward block.
+
+    >>> feeds_forward("bert.encoder.layer.0.intermediate.dense")
+    True
+    """
+    return name.endswith(tuple(f".{ending}" for ending in FEED_FORWARD))

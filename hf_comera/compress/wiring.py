@@ -1,0 +1,33 @@
+"""Let the TT linears of a model work together: one bank of halves, one product for siblings, no wide hidden layer."""
+
+from torch import nn
+
+from hf_comera.compress.siblings import feeds_forward, sibling_names
+from hf_comera.modules import TTLinear
+from hf_comera.modules.halves_bank import HalvesBank
+from hf_comera.modules.joined import JoinedProjections
+
+__all__ = ["wire"]
+
+
+def wire(model: nn.Module) -> None:
+    """Connect the layers of ``model``; called again it starts afresh, with the layers that are there then."""
+    bank = HalvesBank()
+    for name, module in model.named_modules():
+        if isinstance(module, TTLinear):
+            module.join_bank(bank)
+            module.joined = None
+            module.is_wide = feeds_forward(name)
+    for name, module in model.named_modules():
+        for names in sibling_names(name):
+            layers = [getattr(module, child, None) for child in names]
+            trains = [layer for layer in layers if isinstance(layer, TTLinear)]
+            if len(trains) == len(layers):
+                _join(trains)
+
+
+def _join(layers: list[TTLinear]) -> None:
+    group = JoinedProjections()
+    for layer in layers:
+        group.add(layer)
+        layer.joined = group

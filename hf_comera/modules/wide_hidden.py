@@ -1,0 +1,237 @@
+"""A stand-in for the hidden layer of a feed-forward block, which the layer behind it takes in without writing it out.
+
+The first layer of a block returns its code in the guise of its output. Entry-by-entry functions of it, such as an
+activation, a gate or dropout, are written down; the second layer then carries them out a few rows at a time
+(``ops/wide_code.py``). Whatever else is done with the stand-in is done with the real hidden layer, made on the spot,
+so no model has to know of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from hf_comera.ops.tt_linear import from_code
+from hf_comera.ops.wide_code import CHUNK_ENTRIES, WideInput, wide_code
+
+__all__ = ["WideHidden", "pays"]
+
+_FREE_PROPERTIES = ("dtype", "device", "shape", "layout", "ndim", "is_cuda", "is_meta", "is_cpu", "requires_grad")
+_FREE_METHODS = ("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "nelement")
+_FREE = {getattr(Tensor, name).__get__ for name in _FREE_PROPERTIES} | {
+    getattr(Tensor, name) for name in _FREE_METHODS
+}
+_POINTWISE_NAMES = (
+    *("add", "sub", "mul", "div", "neg", "square", "pow", "exp", "tanh", "sigmoid", "erf", "relu", "clamp"),
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__neg__", "__pow__"),
+)
+_POINTWISE = {
+    *(getattr(owner, name) for owner in (torch, Tensor) for name in _POINTWISE_NAMES if hasattr(owner, name)),
+    *(functional.gelu, functional.silu, functional.relu, functional.leaky_relu, functional.elu, functional.mish),
+    *(functional.hardswish, functional.hardtanh, functional.relu6, functional.softplus),
+}
+"""From tensors of one shape, and numbers, to a tensor of that shape, entry by entry."""
+
+
+def pays(x: Tensor, out_features: int) -> bool:
+    """Whether a hidden layer of ``out_features`` for the rows of ``x`` is worth a stand-in.
+
+    It is where the hidden layer does not fit into a processor's cache. Tensors that a transform or a tracer follows
+    stay tensors, and so do those on a GPU, where nothing but memory would be gained.
+    """
+    large = x.numel() // max(1, x.shape[-1]) * out_features >= 2 * CHUNK_ENTRIES
+    if not large or x.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._get_tracing_state():
+        return False
+    return type(x) in (Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()
+
+
+@dataclass(eq=False)
+class _Call:
+    """A function of expressions and numbers. Leaves are of :class:`WideInput`, or bool tensors: entries to keep."""
+
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class WideHidden(Tensor):
+    """Tensor without storage that knows how its entries are computed from codes.
+
+    Shape:
+        ``(..., hidden features)``.
+    """
+
+    _hidden: _Hidden
+    _real: tuple[bool, Tensor] | None
+
+    @staticmethod
+    def __new__(cls, hidden: _Hidden) -> WideHidden:
+        """Make the stand-in for ``hidden``, without a gradient; :meth:`of` links one to the codes."""
+        stand_in = Tensor._make_wrapper_subclass(cls, hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        stand_in._hidden, stand_in._real = hidden, None
+        return stand_in
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"WideHidden(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def of(cls, code: Tensor, right: Tensor, bias: Tensor | None) -> WideHidden:
+        """The stand-in for ``from_code(code, right, bias)``."""
+        bias = None if bias is None else bias.to(code.dtype)
+        part = WideInput(code.reshape(-1, code.shape[-1]), right.to(code.dtype), bias)
+        return _stand_in(_Hidden(part, (*code.shape[:-1], right.shape[-1])))
+
+    def code(self, left: Tensor) -> Tensor:
+        """``self @ left.T``, without writing the hidden layer out unless somebody has already made it.
+
+        Shape:
+            ``left`` ``(R, hidden features)`` -> ``(..., R)``, in the dtype of ``left``.
+        """
+        hidden = self._hidden
+        if self._real is not None:
+            return functional.linear(self.real().to(left.dtype), left)
+        return wide_code(hidden.inputs, hidden.pointwise, hidden.masks, left).view(*hidden.shape[:-1], left.shape[0])
+
+    def real(self) -> Tensor:
+        """The hidden layer itself; made once for use with gradients, and once without."""
+        if self._real is None or self._real[0] != torch.is_grad_enabled():
+            self._real = (torch.is_grad_enabled(), self._hidden.whole(self._hidden.inputs))
+        return self._real[1]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer questions, write entry-by-entry functions down, hand anything else the real tensor."""
+        kwargs = kwargs or {}
+        if func in _FREE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _POINTWISE and _can_be_written_down(args, kwargs):
+            return _write_down(func, args, kwargs)
+        if func is functional.dropout and isinstance(args[0], WideHidden) and args[0]._real is None:
+            return _dropout(*args, **kwargs)
+        return func(*tree_map(_real, args), **tree_map(_real, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Reached from below autograd (custom functions): compute with the real tensor."""
+        return func(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
+
+
+class _Hidden:
+    """An expression with its leaves, shape and dtype, and the autocast mode that it was written in."""
+
+    def __init__(self, expression: Any, shape: tuple[int, ...]) -> None:
+        self.expression, self.shape = expression, shape
+        leaves = {id(leaf): leaf for leaf in _leaves(expression)}.values()
+        self.inputs = [leaf for leaf in leaves if isinstance(leaf, WideInput)]
+        self.masks = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.device = self.inputs[0].code.device
+        self.autocast = torch.is_autocast_enabled(self.device.type)
+        self.autocast_dtype = torch.get_autocast_dtype(self.device.type)
+        empty = [part.code.new_empty(0) for part in self.inputs]
+        with torch.no_grad():
+            self.dtype = self.pointwise(empty, [mask.new_empty(0) for mask in self.masks]).dtype
+
+    def pointwise(self, wides: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
+        """The expression on some rows of its inputs and masks."""
+        values = {id(leaf): value for leaf, value in zip([*self.inputs, *self.masks], [*wides, *masks], strict=True)}
+        if not self.autocast:
+            return _evaluate(self.expression, values)
+        with torch.autocast(self.device.type, self.autocast_dtype):
+            return _evaluate(self.expression, values)
+
+    def whole(self, inputs: Sequence[WideInput]) -> Tensor:
+        """The real hidden layer of ``inputs``."""
+        return self.pointwise([from_code(*part) for part in inputs], self.masks).view(self.shape)
+
+    def tensors(self) -> list[Tensor]:
+        """Code, right half and bias of every input; no bias, no entry."""
+        return [tensor for part in self.inputs for tensor in part if tensor is not None]
+
+
+class _Link(torch.autograd.Function):
+    """Gives the stand-in a gradient path, so that a custom function cannot lose gradients silently."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: _Hidden, *tensors: Tensor) -> WideHidden:
+        ctx.hidden = hidden
+        return WideHidden(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        tensors = ctx.hidden.tensors()
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        with torch.enable_grad():
+            whole = ctx.hidden.whole(ctx.hidden.inputs)
+        found = iter(torch.autograd.grad(whole, wanted, grads[0], create_graph=torch.is_grad_enabled()))
+        return (None, *(next(found) if tensor.requires_grad else None for tensor in tensors))
+
+
+def _stand_in(hidden: _Hidden) -> WideHidden:
+    return _Link.apply(hidden, *hidden.tensors())
+
+
+def _can_be_written_down(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether all that is not a number is a stand-in of one shape, nothing is in place, and none is made already."""
+    others = [*args, *kwargs.values()]
+    hidden = [value for value in others if isinstance(value, WideHidden)]
+    plain = all(isinstance(value, WideHidden | int | float | str | None) for value in others)
+    return (
+        plain
+        and not kwargs.get("inplace")
+        and all(stand_in._real is None and stand_in.shape == hidden[0].shape for stand_in in hidden)
+    )
+
+
+def _write_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WideHidden:
+    shape = next(value for value in (*args, *kwargs.values()) if isinstance(value, WideHidden))._hidden.shape
+    written = _Call(func, tree_map(_expression, args), tree_map(_expression, kwargs))
+    return _stand_in(_Hidden(written, shape))
+
+
+def _dropout(x: WideHidden, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if inplace or not 0 <= p < 1:
+        return functional.dropout(x.real(), p, training, inplace)
+    if not training or p == 0:
+        return x
+    shape = x._hidden.shape
+    keeps = torch.empty(x.numel() // max(1, shape[-1]), shape[-1], dtype=torch.bool, device=x.device).bernoulli_(1 - p)
+    return _stand_in(_Hidden(_Call(_keep, (x._hidden.expression, keeps, 1 / (1 - p)), {}), shape))
+
+
+def _keep(wide: Tensor, keeps: Tensor, scale: float) -> Tensor:
+    return wide * keeps * scale
+
+
+def _real(value: Any) -> Any:
+    return value.real() if isinstance(value, WideHidden) else value
+
+
+def _expression(value: Any) -> Any:
+    return value._hidden.expression if isinstance(value, WideHidden) else value
+
+
+def _leaves(expression: Any) -> Iterator[Any]:
+    if isinstance(expression, _Call):
+        for value in (*expression.args, *expression.kwargs.values()):
+            yield from _leaves(value)
+    elif isinstance(expression, WideInput | Tensor):
+        yield expression
+
+
+def _evaluate(expression: Any, values: dict[int, Tensor]) -> Any:
+    """The value of ``expression``; parts that occur twice are computed once."""
+    if id(expression) in values:
+        return values[id(expression)]
+    if not isinstance(expression, _Call):
+        return expression
+    args = [_evaluate(value, values) for value in expression.args]
+    kwargs = {name: _evaluate(value, values) for name, value in expression.kwargs.items()}
+    values[id(expression)] = expression.function(*args, **kwargs)
+    return values[id(expression)]

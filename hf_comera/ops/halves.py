@@ -1,0 +1,192 @@
+"""The halves of tensor trains, ``W = left.T @ right``: of one layer, and of the layers of a model in few operations.
+
+Cores of layers with equal factors are stacked, ranks that differ padded with zeros, and contracted together; so are
+the gradients on the way back. Neither depends on the batch.
+
+Source: CoMERA, arXiv:2405.14377, contraction paths, for the halves; stacking the layers of a model is ours.
+"""
+
+# Shapes here: I = in features, O = out features, R = middle rank rounded up to a multiple of RANK_MULTIPLE,
+# L = layers, F = features of one side.
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hf_comera.ops.precision import chain_dtype
+from hf_comera.tt.cores import contract_left, contract_left_backward, contract_right, contract_right_backward
+from hf_comera.tt.stacking import stack_padded, unstack_padded
+
+__all__ = ["RANK_MULTIPLE", "Side", "layer_halves", "padded_rank", "stacked_halves"]
+
+# CPU libraries are markedly faster with 32 columns than with 30, and GPUs fill whole tensor-core tiles.
+RANK_MULTIPLE = 8
+
+
+def padded_rank(rank: int) -> int:
+    """``rank`` rounded up to a multiple of :data:`RANK_MULTIPLE`."""
+    return -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
+
+
+def layer_halves(cores: Sequence[Tensor], num_in: int, in_features: int, out_features: int) -> tuple[Tensor, Tensor]:
+    """``left_RI`` and ``right_RO`` with ``W = left.T @ right``, by differentiable products in float32 or better.
+
+    Args:
+        cores: ``(r_{k-1}, n_k, r_k)``, all of one train.
+        num_in: How many of them carry input factors.
+        in_features: Rows of W; what the input factors cover beyond them is cut.
+        out_features: Columns of W, likewise.
+
+    Returns:
+        The halves, their middle rank padded with zeros.
+
+    Source:
+        CoMERA, arXiv:2405.14377.
+    """
+    left = _one_half(cores[:num_in], True, in_features)
+    return left, _one_half(cores[num_in:], False, out_features)
+
+
+@dataclass
+class Side:
+    """One side, left or right, of the trains of L layers whose factors are equal."""
+
+    cores: list[list[Tensor]]
+    """For each layer, the cores ``(r_{k-1}, n_k, r_k)`` of this side."""
+    gates: list[list[Tensor]]
+    """For each layer, the rank gates ``(r_k,)`` on the last axis of its first cores; empty lists without gates."""
+    on_left: bool
+    features: int
+    dtype: torch.dtype
+    """Of the halves that come out."""
+    has_met_backward: bool = field(default=False, init=False)
+    """Whether gradients have gone back through the halves."""
+
+    def tensors(self) -> list[Tensor]:
+        """Cores and gates of one layer after the other."""
+        return [tensor for pair in zip(self.cores, self.gates, strict=True) for part in pair for tensor in part]
+
+    def padded_shapes(self) -> list[tuple[int, ...]]:
+        """What the cores of each place are padded to: the largest ranks, the middle one as the products want it."""
+        shapes = [
+            tuple(max(sizes) for sizes in zip(*(core.shape for core in place), strict=True))
+            for place in zip(*self.cores, strict=True)
+        ]
+        if self.on_left:
+            shapes[-1] = (*shapes[-1][:-1], padded_rank(shapes[-1][-1]))
+        else:
+            shapes[0] = (padded_rank(shapes[0][0]), *shapes[0][1:])
+        return shapes
+
+    def stacked(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Cores ``(L, r_{k-1}, n_k, r_k)`` and gates ``(L, 1, 1, r_k)`` of each place, in the dtype of the chain."""
+        dtype, shapes = chain_dtype(self.cores[0][0]), self.padded_shapes()
+        places = zip(*self.cores, strict=True)
+        cores = [stack_padded(place, shape).to(dtype) for place, shape in zip(places, shapes, strict=True)]
+        places = zip(*self.gates, strict=True)
+        gates = [stack_padded(place, shape[-1:]).to(dtype) for place, shape in zip(places, shapes, strict=False)]
+        return cores, [gate[:, None, None] for gate in gates]
+
+    def ranks(self) -> list[int]:
+        """Rows of the half of each layer."""
+        middle = (cores[-1].shape[-1] if self.on_left else cores[0].shape[0] for cores in self.cores)
+        return [padded_rank(rank) for rank in middle]
+
+
+def stacked_halves(side: Side) -> list[Tensor]:
+    """The half of every layer of ``side``: ``left_RF``, or ``right_RF``.
+
+    The gradient can be asked for any number of times, for any of the halves. Only halves that were used give their
+    cores a gradient.
+
+    Returns:
+        L tensors ``(R, features)`` in ``side.dtype``, R for each layer.
+
+    Source:
+        CoMERA, arXiv:2405.14377, for the halves.
+    """
+    return list(_StackedHalves.apply(side, *side.tensors()))
+
+
+class _StackedHalves(torch.autograd.Function):
+    """Keeps what backward needs itself: halves outlive a backward pass while gradients are accumulated."""
+
+    @staticmethod
+    def forward(ctx: Any, side: Side, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.side = side
+        ctx.cores, ctx.gates = side.stacked()
+        # rounded like the cores that folding the gates gives
+        stored, dtype = side.cores[0][0].dtype, ctx.cores[0].dtype
+        scaled = [(core * gate).to(stored).to(dtype) for core, gate in zip(ctx.cores, ctx.gates, strict=False)]
+        ctx.scaled = scaled + ctx.cores[len(scaled) :]
+        ctx.products = contract_left(ctx.scaled) if side.on_left else contract_right(ctx.scaled)
+        half = ctx.products[-1].mT if side.on_left else ctx.products[0]
+        half_LRF = half[..., : side.features].to(side.dtype).contiguous()
+        return tuple(half_RF[:rank] for half_RF, rank in zip(half_LRF.unbind(), side.ranks(), strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        side = ctx.side
+        side.has_met_backward = True
+        used = [index for index, grad in enumerate(grads) if grad is not None]
+        if not used:
+            found: list[list[Tensor]] = []
+        elif torch.is_grad_enabled():
+            found = _differentiable_gradients(side, used, [grads[index] for index in used])
+        else:
+            found = _stacked_gradients(ctx, used, [grads[index] for index in used])
+        of_layer = dict(zip(used, found, strict=True))
+        none = [[None] * (len(cores) + len(gates)) for cores, gates in zip(side.cores, side.gates, strict=True)]
+        return (None, *(grad for index, missing in enumerate(none) for grad in of_layer.get(index, missing)))
+
+
+def _stacked_gradients(ctx: Any, used: list[int], grads: list[Any]) -> list[list[Tensor]]:
+    """Gradients of the cores and gates of the ``used`` layers, one list a layer."""
+    side: Side = ctx.side
+
+    def of_used(stacked: list[Tensor]) -> list[Tensor]:
+        return stacked if len(used) == len(side.cores) else [tensor[used] for tensor in stacked]
+
+    cores, gates, scaled, products = map(of_used, (ctx.cores, ctx.gates, ctx.scaled, ctx.products))
+    covered = products[-1].shape[-2] if side.on_left else products[0].shape[-1]
+    rank = products[-1].shape[-1] if side.on_left else products[0].shape[-2]
+    grad_LRF = stack_padded(grads, (rank, covered)).to(cores[0].dtype)
+    if side.on_left:
+        dscaled = contract_left_backward(scaled, products, grad_LRF.mT)
+    else:
+        dscaled = contract_right_backward(scaled, products, grad_LRF)
+    triples = list(zip(dscaled, cores, gates, strict=False))
+    dgates = [(grad * core).sum((1, 2)) for grad, core, _ in triples]
+    dcores = [grad * gate for grad, _, gate in triples] + dscaled[len(gates) :]
+    parts = [_unstack(grad, [side.cores[index][place] for index in used]) for place, grad in enumerate(dcores)]
+    parts += [_unstack(grad, [side.gates[index][place] for index in used]) for place, grad in enumerate(dgates)]
+    return [list(layer) for layer in zip(*parts, strict=True)]
+
+
+def _unstack(stacked: Tensor, like: list[Tensor]) -> list[Tensor]:
+    return unstack_padded(stacked.to(like[0].dtype), [tensor.shape for tensor in like])
+
+
+def _differentiable_gradients(side: Side, used: list[int], grads: list[Any]) -> list[list[Tensor]]:
+    """The same layer by layer, with a graph, for second derivatives."""
+    found = []
+    for index, grad in zip(used, grads, strict=True):
+        cores, gates = side.cores[index], side.gates[index]
+        gated = [(core * gate).to(core.dtype) for core, gate in zip(cores, gates, strict=False)] + cores[len(gates) :]
+        half = _one_half(gated, side.on_left, side.features).to(side.dtype)
+        found.append(list(torch.autograd.grad(half, [*cores, *gates], grad, create_graph=True, allow_unused=True)))
+    return found
+
+
+def _one_half(cores: Sequence[Tensor], on_left: bool, features: int) -> Tensor:
+    """The half of one layer, ``(R, features)``."""
+    dtype = chain_dtype(cores[0])
+    cores = [core.to(dtype) for core in cores]
+    half = contract_left(cores)[-1][:features].T if on_left else contract_right(cores)[0][:, :features]
+    extra = padded_rank(half.shape[0]) - half.shape[0]
+    return pad(half, (0, 0, 0, extra)) if extra else half

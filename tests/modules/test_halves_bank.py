@@ -1,0 +1,260 @@
+"""hf_comera/modules/halves_bank.py: halves of all layers are built together, kept while they hold, and never stale."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_comera.modules import TTLinear, halves_bank
+from hf_comera.modules.halves_bank import HalvesBank
+from hf_comera.ops import tt_linear
+
+
+def layers(ranks=(5, 5, 5), dtype=torch.float64):
+    """A stack of layers that share a bank."""
+    bank = HalvesBank()
+    stack = nn.Sequential(*(TTLinear(12, 12, ranks=rank, dtype=dtype) for rank in ranks))
+    for layer in stack:
+        layer.join_bank(bank)
+    return stack
+
+
+def reference(stack, x):
+    """The stack without any bank."""
+    for layer in stack:
+        x = tt_linear(x, layer.gated_cores(), len(layer.in_factors), layer.bias, layer.out_features)
+    return x
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """Layers in each family that is built."""
+    seen = []
+    build = halves_bank.stacked_halves
+    monkeypatch.setattr(halves_bank, "stacked_halves", lambda side: seen.append(len(side.cores)) or build(side))
+    return seen
+
+
+class RawSGD(torch.optim.Optimizer):
+    """Writes to memory behind torch's back, as optimizers with kernels of their own do."""
+
+    def __init__(self, parameters):
+        super().__init__(list(parameters), {})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.detach().numpy()[...] -= 0.1 * parameter.grad.numpy()
+
+
+def scaled(layer):
+    return {name: 1.5 * value for name, value in layer.state_dict().items()}
+
+
+def set_data(layer):
+    layer.core_1.data = 2 * layer.core_1.data
+
+
+EDITS = {
+    "in place": lambda layer: layer.core_1.detach().mul_(2),
+    "through .data": lambda layer: layer.core_1.data.mul_(2),
+    "last entry through .data": lambda layer: layer.core_1.data.view(-1)[-1:].add_(1),
+    "other data": set_data,
+    "load_state_dict": lambda layer: layer.load_state_dict(scaled(layer)),
+    "load_cores": lambda layer: layer.load_cores([core.detach() + 0.1 for core in layer.cores()]),
+    "other ranks": lambda layer: layer.load_cores(TTLinear(12, 12, ranks=3, dtype=torch.float64).cores()),
+    "load_dense": lambda layer: layer.load_dense(torch.randn(12, 12, dtype=torch.float64)),
+    "reset": lambda layer: layer.reset_parameters(),
+    "rank gates": lambda layer: (layer.add_rank_gates(), layer.rank_gate_0.data.mul_(2)),
+    "a new parameter": lambda layer: setattr(layer, "core_0", nn.Parameter(layer.core_0.detach() + 1)),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
+@pytest.mark.parametrize("place", [0, 2])
+def test_no_edit_leaves_stale_halves(edit, grad, place):
+    stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
+    with torch.set_grad_enabled(grad):
+        for _ in range(2):
+            stack(x)
+        edit(stack[place])
+        torch.testing.assert_close(stack(x), reference(stack, x))
+
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, foreach=False),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, 0.1, foreach=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, 0.1, fused=True),
+    "raw": RawSGD,
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
+def test_training_equals_training_without_a_bank(make, set_to_none):
+    ours = layers()
+    plain = copy.deepcopy(ours)
+    x = torch.randn(4, 12, dtype=torch.float64)
+    results = []
+    for stack, forward in ((ours, lambda: ours(x)), (plain, lambda: reference(plain, x))):
+        optimizer = make(stack.parameters())
+        for _ in range(3):
+            for _ in range(2):  # accumulates
+                forward().square().mean().backward()
+            with torch.no_grad():
+                forward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        results.append([parameter.detach().clone() for parameter in stack.parameters()])
+    torch.testing.assert_close(*results)
+
+
+def test_builds_over_the_life_of_a_training(builds):
+    stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
+    optimizer = torch.optim.SGD(stack.parameters(), 0.1)
+
+    def built(run):
+        builds.clear()
+        run()
+        return list(builds)
+
+    def micro_step():
+        stack(x).sum().backward()
+
+    def evaluate():
+        with torch.no_grad():
+            stack(x)
+
+    assert built(micro_step) == [3, 3], "left and right halves of three layers"
+    assert built(micro_step) == [], "gradients accumulate"
+    assert built(evaluate) == [], "halves with a gradient serve without one"
+    optimizer.step()
+    optimizer.zero_grad()
+    assert built(micro_step) == [3, 3]
+    optimizer.zero_grad()
+    assert built(micro_step) == [3, 3], "nobody knows what happened to the cores when their gradients were dropped"
+    stack.eval()
+    assert built(evaluate) == [3, 3]
+    assert built(evaluate) == []
+    stack[1].core_0.detach().mul_(2)
+    assert built(evaluate) == [1, 1], "only what changed"
+
+
+@pytest.mark.parametrize("ranks", [(5, 5, 5), (1, 4, 12)], ids=["equal", "ragged"])
+def test_gradients_accumulate_through_kept_halves(ranks):
+    stack = layers(ranks)
+    batches = torch.randn(3, 4, 12, dtype=torch.float64)
+    for batch in batches:
+        stack(batch).square().mean().backward()
+    ours = [parameter.grad for parameter in stack.parameters()]
+    total = sum(reference(stack, batch).square().mean() for batch in batches)
+    torch.testing.assert_close(ours, list(torch.autograd.grad(total, list(stack.parameters()))))
+
+
+def test_a_layer_that_is_not_called_gets_no_gradient():
+    stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
+    stack[1](x).sum().backward()
+    assert stack[1].core_0.grad is not None
+    assert stack[0].core_0.grad is None
+    assert stack[2].core_3.grad is None
+
+
+def test_frozen_layers_train_no_core_and_are_built_once(builds):
+    stack, x = layers().requires_grad_(False), torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
+    stack[2].requires_grad_(True)
+    for _ in range(3):
+        stack(x).sum().backward()
+        stack.zero_grad()
+    assert all(parameter.grad is None for parameter in stack[:2].parameters())
+    torch.testing.assert_close(x.grad, 3 * torch.autograd.grad(reference(stack, x).sum(), x)[0])
+    assert builds == [2, 1, 2, 1] + [1, 1] * 2
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda stack: pickle.loads(pickle.dumps(stack))], ids=["copy", "pickle"]
+)
+def test_copies_have_banks_of_their_own(again):
+    stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
+    before = stack(x)
+    copied = again(stack)
+    assert copied[0].halves_bank is not stack[0].halves_bank
+    assert copied[0].halves_bank is copied[2].halves_bank
+    copied[0].core_0.detach().mul_(3)
+    torch.testing.assert_close(copied(x), reference(copied, x))
+    assert torch.equal(stack(x), before)
+
+
+def test_each_layer_keeps_its_own_dtype_under_mixed_autocast(builds):
+    stack, x = layers(dtype=torch.float32), torch.randn(4, 12)
+
+    def mixed():
+        with torch.autocast("cpu", torch.bfloat16):
+            y = stack[1](stack[0](x))
+        return stack[2](y.float())
+
+    mixed().sum().backward()
+    stack.zero_grad()
+    builds.clear()
+    mixed().sum().backward()
+    assert sorted(builds) == [1, 1, 2, 2]
+    assert {parameter.grad.dtype for parameter in stack.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_checkpointing_gives_the_same_gradients(use_reentrant):
+    stack = layers((5, 5, 5, 5))
+    x = torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        stack.zero_grad()
+        x.grad = None
+        first = checkpoint(stack[:2], x, use_reentrant=use_reentrant)
+        checkpoint(stack[2:], first, use_reentrant=use_reentrant).square().sum().backward()
+        expected = torch.autograd.grad(reference(stack, x).square().sum(), [x, *stack.parameters()])
+        torch.testing.assert_close([x.grad, *(parameter.grad for parameter in stack.parameters())], list(expected))
+
+
+def test_functional_calls_and_transforms_go_past_the_bank():
+    stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
+    before = stack(x)
+    other = {name: 2 * value.detach() for name, value in stack.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(stack, parameters, (x,)).square().sum()
+
+    changed = copy.deepcopy(stack)
+    changed.load_state_dict(other)
+    torch.testing.assert_close(loss(other), changed(x).square().sum())
+    found = torch.func.grad(loss)(other)
+    expected = torch.autograd.grad(changed(x).square().sum(), list(changed.parameters()))
+    torch.testing.assert_close(list(found.values()), list(expected))
+    torch.testing.assert_close(torch.vmap(stack)(x[:, None])[:, 0], before)
+    assert torch.equal(stack(x), before)
+
+
+def test_inference_mode():
+    stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
+    with torch.inference_mode():
+        inside = stack(x)
+        made_inside = TTLinear(12, 12, ranks=2, dtype=torch.float64)
+        made_inside(x)
+    stack(x).sum().backward()
+    torch.testing.assert_close(inside.clone(), reference(stack, x))
+
+
+def test_second_derivatives():
+    stack, x = layers((3, 3)), torch.randn(2, 12, dtype=torch.float64, requires_grad=True)
+    stack(x)
+    parameters = [x, stack[0].core_0, stack[1].core_2]
+
+    def penalty(y):
+        return sum(
+            grad.square().sum() for grad in torch.autograd.grad(y.square().sum(), parameters, create_graph=True)
+        )
+
+    ours = torch.autograd.grad(penalty(stack(x)), parameters)
+    torch.testing.assert_close(ours, torch.autograd.grad(penalty(reference(stack, x)), parameters))
