@@ -30,6 +30,8 @@ class JoinedProjections:
         self._made_from: tuple[weakref.ref[Tensor], int, bool] | None = None
         self.num_wasted = 0
         """Codes that were made and never asked for, since the training mode was last set."""
+        self.num_joined = 0
+        """Codes that were made with that of a sibling, in all."""
         self.enabled = True
 
     def add(self, layer: TTLinear) -> None:
@@ -52,6 +54,7 @@ class JoinedProjections:
         codes = to_code(x, torch.cat(lefts)).split([half.shape[0] for half in lefts], dim=-1)
         self._waiting = {id(sibling): code for sibling, code in zip(siblings, codes[1:], strict=True)}
         self._made_from = origin
+        self.num_joined += len(siblings)
         return codes[0]
 
     def reset(self) -> None:
