@@ -6,10 +6,13 @@ equal size on the matrix, and the core's gradient is the gradient of the matrix,
 gauge for one core at a time; but the r x r Gram matrices of the interfaces are enough to move a gradient into it and a
 step out of it, for all cores at once and without touching the cores.
 
-All functions take stacks of trains of equal shapes: any leading axes before those of a core.
+All functions take stacks of trains of equal shapes: any leading axes before those of a core. Trains of other ranks can
+be among them, zero-padded to equal shapes: padding stays zero and changes nothing if it is named (``live``).
 """
 
 # Shapes here: ... = any leading axes (trains of equal shapes), K = cores, r_k = ranks, n_k = factors.
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,15 +24,23 @@ __all__ = ["interface_factors", "interface_grams", "interface_norms", "remove_ga
 DAMPING = 1e-3
 
 
-def interface_factors(cores: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def interface_factors(
+    cores: list[Tensor], live: Sequence[Tensor | None] | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
     """Cholesky factors of the Gram matrices of all interfaces.
+
+    Args:
+        cores: K cores.
+        live: For each of the K + 1 bonds which ranks are no padding, ``(..., r_k)``, or None for all.
 
     Shape:
         cores ``(..., r_{k-1}, n_k, r_k)`` -> K + 1 lower triangles ``(..., r_k, r_k)`` of what is left of each bond,
         and as many of what is right of it; bond 0 is before the first core.
     """
     left, right = interface_grams(cores)
-    return [_cholesky(gram) for gram in left], [_cholesky(gram) for gram in right]
+    live = [None] * len(left) if live is None else live
+    factors = ([_cholesky(*bond) for bond in zip(grams, live, strict=True)] for grams in (left, right))
+    return next(factors), next(factors)
 
 
 def interface_norms(cores: list[Tensor]) -> list[float]:
@@ -72,7 +83,9 @@ def to_core(step: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(right, rows, upper=False, left=False).view_as(step)
 
 
-def remove_gauge(gradient: Tensor, core: Tensor, outer: Tensor, *, on_left: bool) -> Tensor:
+def remove_gauge(
+    gradient: Tensor, core: Tensor, outer: Tensor, *, on_left: bool, live: Tensor | None = None
+) -> Tensor:
     """Take out of a core's gradient what the neighbour towards the centre can do as well.
 
     What only mixes the ranks of the bond towards the centre, ``core -> core X``, the next core can take over: both
@@ -84,6 +97,7 @@ def remove_gauge(gradient: Tensor, core: Tensor, outer: Tensor, *, on_left: bool
         core: The core itself, same shape.
         outer: Factor of the interface on the outer side of the core.
         on_left: Whether the centre is to the right.
+        live: Which ranks of the bond towards the centre are no padding, ``(..., r)``, or None for all.
 
     Source:
         Tangent space of the manifold of tensor trains of fixed ranks: Holtz, Rohwedder, Schneider,
@@ -92,10 +106,12 @@ def remove_gauge(gradient: Tensor, core: Tensor, outer: Tensor, *, on_left: bool
     if on_left:
         frame = (outer.mT @ core.flatten(-2)).view_as(core).flatten(-3, -2)
         rows = gradient.flatten(-3, -2)
-        return (rows - frame @ torch.cholesky_solve(frame.mT @ rows, _cholesky(frame.mT @ frame))).view_as(gradient)
+        return (rows - frame @ torch.cholesky_solve(frame.mT @ rows, _cholesky(frame.mT @ frame, live))).view_as(
+            gradient
+        )
     frame = (core.flatten(-3, -2) @ outer).view_as(core).flatten(-2)
     columns = gradient.flatten(-2)
-    mixed = torch.cholesky_solve(frame @ columns.mT, _cholesky(frame @ frame.mT))
+    mixed = torch.cholesky_solve(frame @ columns.mT, _cholesky(frame @ frame.mT, live))
     return (columns - mixed.mT @ frame).view_as(gradient)
 
 
@@ -112,9 +128,15 @@ def interface_grams(cores: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return left, right[::-1]
 
 
-def _cholesky(gram: Tensor) -> Tensor:
-    """Lower triangle of the damped Gram matrix; of an interface that is zero, of a tiny multiple of the identity."""
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    damping = DAMPING * diagonal.mean(-1, keepdim=True) + torch.finfo(gram.dtype).tiny ** 0.5
-    damped = gram + torch.diag_embed(damping.expand_as(diagonal))
+def _cholesky(gram: Tensor, live: Tensor | None) -> Tensor:
+    """Lower triangle of the damped Gram matrix; of an interface that is zero, of a tiny multiple of the identity.
+
+    Padded ranks get a diagonal of one: they are apart from the others, and zeros stay zero.
+    """
+    damped = gram.clone()
+    diagonal = damped.diagonal(dim1=-2, dim2=-1)
+    trace = diagonal.sum(-1, keepdim=True)
+    mean = trace / (gram.shape[-1] if live is None else live.sum(-1, keepdim=True))
+    damping = DAMPING * mean + torch.finfo(gram.dtype).tiny ** 0.5
+    diagonal += damping if live is None else torch.where(live, damping, 1.0)
     return torch.linalg.cholesky_ex(damped).L

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from hf_comera.tt.ragged import RaggedStacks
 from hf_comera.tt.tangent import interface_factors, interface_norms, remove_gauge, to_core, to_orthogonal_gauge
 from tests.dense_references import multiply_out, random_cores
 
@@ -83,6 +84,32 @@ def test_stacks_are_many_trains_at_once():
     for index, cores in enumerate(trains):
         for together, alone in zip(left + right, [*itertools.chain(*interface_factors(cores))], strict=True):
             torch.testing.assert_close(together[index], alone)
+
+
+def test_padded_trains_are_stepped_as_they_would_be_alone():
+    trains = [[core.detach() for core in random_cores((4, 3), (2, 5), rank)] for rank in (1, 2, 4)]
+    ragged = RaggedStacks([[core.shape for core in cores] for cores in zip(*trains, strict=True)])
+    ranks = [[cores[place].shape[0] for cores in trains] for place in range(4)]
+    live = [torch.arange(max(of_bond)) < torch.tensor(of_bond).unsqueeze(1) for of_bond in [*ranks, [1, 1, 1]]]
+
+    def moved(cores, live):
+        left, right = interface_factors(cores, live)
+        steps = []
+        for place, core in enumerate(cores):
+            on_left, bond = place < 2, place + 1 if place < 2 else place
+            step = to_orthogonal_gauge(core.flip(-2), left[place], right[place + 1])
+            outer = left[place] if on_left else right[place + 1]
+            step = remove_gauge(step, core, outer, on_left=on_left, live=None if live is None else live[bond])
+            steps.append(to_core(step, left[place], right[place + 1]))
+        return steps
+
+    together = moved(ragged.pack([list(cores) for cores in zip(*trains, strict=True)]), live)
+    alone = [moved(cores, None) for cores in trains]
+    for padded, expected in zip(
+        together, ragged.pack([list(steps) for steps in zip(*alone, strict=True)]), strict=True
+    ):
+        torch.testing.assert_close(padded, expected)
+        assert torch.equal(padded == 0, expected == 0)  # padding is exactly zero
 
 
 def test_an_interface_that_is_zero_gives_finite_steps():
