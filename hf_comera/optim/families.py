@@ -39,16 +39,8 @@ class Train(NamedTuple):
         factors = tuple(core.shape[1:-1] for core in self.cores)
         has_gradient = tuple(core.grad is not None for core in self.cores)
         largest = max(SMALL_RANK, *(core.shape[-1] for core in self.cores))
-        size_class = (largest - 1).bit_length()
-        return (
-            factors,
-            has_gradient,
-            size_class,
-            self.num_left,
-            self.entries,
-            self.cores[0].dtype,
-            self.cores[0].device,
-        )
+        kind = self.num_left, self.entries, self.cores[0].dtype, self.cores[0].device
+        return factors, has_gradient, (largest - 1).bit_length(), *kind
 
 
 class Family:
