@@ -23,12 +23,12 @@ def orthogonal_steps(family: Family, cores: list[Tensor], momenta: list[Tensor])
     Shape:
         ``(trains, r_{k-1}, n_k, r_k)`` -> the same for each moving place; padding is zero.
     """
-    left, right = interface_factors(cores, family.live)
+    befores, behinds = interface_factors(cores, family.live)
     momentum_of = dict(zip(family.places, momenta, strict=True))
     steps = []
     for place in family.moving:
         on_left = place < family.num_left
-        before, behind = left[place], right[place + 1]
+        before, behind = befores[place], behinds[place]
         step = to_orthogonal_gauge(momentum_of[place], before, behind)
         shared, still = family.shared[place], family.still[place]
         if shared is not False:

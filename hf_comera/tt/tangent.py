@@ -47,20 +47,24 @@ class Factor(NamedTuple):
 def interface_factors(
     cores: list[Tensor], live: Sequence[Tensor | None] | None = None
 ) -> tuple[list[Factor], list[Factor]]:
-    """Cholesky factors of the Gram matrices of all interfaces.
+    """Factors of the Gram matrices of the interfaces before, and of those behind, each core.
 
     Args:
         cores: K cores.
-        live: For each of the K + 1 bonds which ranks are no padding, ``(..., r_k)``, or None for all.
+        live: For each of the K + 1 bonds which ranks are no padding, ``(..., r_k)``, or None for all. The outer ones
+            have rank 1 and no padding.
 
     Shape:
-        cores ``(..., r_{k-1}, n_k, r_k)`` -> K + 1 lower triangles ``(..., r_k, r_k)`` of what is left of each bond,
-        and as many of what is right of it, with their inverses; bond 0 is before the first core.
+        cores ``(..., r_{k-1}, n_k, r_k)`` -> K triangles ``(..., r_{k-1}, r_{k-1})`` and K ``(..., r_k, r_k)``.
     """
     left, right = interface_grams(cores)
+    outer = _factor(left[0].clone(), None)
     live = [None] * len(left) if live is None else live
-    factors = ([_factor(*bond) for bond in zip(grams, live, strict=True)] for grams in (left, right))
-    return next(factors), next(factors)
+    inner = zip(left[1:-1], right[1:-1], live[1:-1], strict=True)
+    both = [_factor(torch.stack([before, behind]), mask) for before, behind, mask in inner]
+    before = [Factor(factor.lower[0], factor.inverse[0]) for factor in both]
+    behind = [Factor(factor.lower[1], factor.inverse[1]) for factor in both]
+    return [outer, *before], [*behind, outer]
 
 
 def interface_norms(cores: list[Tensor]) -> list[float]:
@@ -146,16 +150,14 @@ def interface_grams(cores: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _factor(gram: Tensor, live: Tensor | None) -> Factor:
-    """Of the damped Gram matrix; of an interface that is zero, of a tiny multiple of the identity.
+    """Of the damped Gram matrix, which takes the place of ``gram``; of zero, of a tiny multiple of the identity.
 
     Padded ranks get a diagonal of one: they are apart from the others, and zeros stay zero.
     """
-    damped = gram.clone()
-    diagonal = damped.diagonal(dim1=-2, dim2=-1)
-    trace = diagonal.sum(-1, keepdim=True)
-    mean = trace / (gram.shape[-1] if live is None else live.sum(-1, keepdim=True))
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal.sum(-1, keepdim=True) / (gram.shape[-1] if live is None else live.sum(-1, keepdim=True))
     damping = DAMPING * mean + torch.finfo(gram.dtype).tiny ** 0.5
     diagonal += damping if live is None else torch.where(live, damping, 1.0)
-    lower = torch.linalg.cholesky_ex(damped).L
+    lower = torch.linalg.cholesky_ex(gram).L
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     return Factor(lower, torch.linalg.solve_triangular(lower, identity, upper=False))
