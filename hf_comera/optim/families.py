@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from hf_comera.tt.ragged import RaggedStacks
 
-__all__ = ["Family", "Train"]
+__all__ = ["Family", "Train", "families"]
 
-SMALL_RANK = 32
-"""Trains of ranks up to this are stepped together; of larger ones those up to the same power of two.
+WORTH_A_FAMILY = 2**16
+"""Entries of padding that have to be saved for trains to be stepped apart.
 
-A family of its own costs launches, padding costs arithmetic. Up to this rank launches are most of a step; above it,
-stepping a few small trains as if they were large would soon cost more than it saves (docs/decisions.md).
+Padding costs arithmetic, a family of its own costs launches. On a CPU both are about even here (docs/decisions.md).
 """
 
 Shape = tuple[int, int, int]
@@ -35,12 +34,10 @@ class Train(NamedTuple):
         return tuple((core.shape[0], core.shape[1:-1].numel(), core.shape[-1]) for core in self.cores)
 
     def key(self) -> tuple[Any, ...]:
-        """Equal for trains that can be stepped together and are worth it."""
+        """Equal for trains that can be stepped together."""
         factors = tuple(core.shape[1:-1] for core in self.cores)
         has_gradient = tuple(core.grad is not None for core in self.cores)
-        largest = max(SMALL_RANK, *(core.shape[-1] for core in self.cores))
-        kind = self.num_left, self.entries, self.cores[0].dtype, self.cores[0].device
-        return factors, has_gradient, (largest - 1).bit_length(), *kind
+        return factors, has_gradient, self.num_left, self.entries, self.cores[0].dtype, self.cores[0].device
 
 
 class Family:
@@ -105,6 +102,28 @@ class Family:
 
     def _stacks(self, shapes: Sequence[tuple[Shape, ...]], places: Sequence[int]) -> RaggedStacks:
         return RaggedStacks([[train[place] for train in shapes] for place in places], self._device)
+
+
+def families(trains: Sequence[Train]) -> list[tuple[list[int], Family]]:
+    """Which of some trains with equal keys are stepped together: their indices, and the family that they are."""
+    shapes = [train.shapes() for train in trains]
+    by_size = sorted(range(len(trains)), key=lambda index: sum(map(math.prod, shapes[index])))
+    return [(members, Family([trains[index] for index in members])) for members in _parted(by_size, shapes)]
+
+
+def _parted(members: list[int], shapes: Sequence[tuple[Shape, ...]]) -> list[list[int]]:
+    """Small trains apart from large ones, wherever that is worth it."""
+
+    def cost(part: list[int]) -> int:
+        places = zip(*(shapes[index] for index in part), strict=True)
+        largest = ([max(sizes) for sizes in zip(*of_place, strict=True)] for of_place in places)
+        return len(part) * sum(map(math.prod, largest))
+
+    costs = {cut: cost(members[:cut]) + cost(members[cut:]) for cut in range(1, len(members))}
+    best = min(costs, key=costs.__getitem__, default=0)
+    if not best or cost(members) - costs[best] <= WORTH_A_FAMILY:
+        return [sorted(members)]
+    return _parted(members[:best], shapes) + _parted(members[best:], shapes)
 
 
 def left_is_larger(shapes: Sequence[Shape], num_left: int) -> bool:

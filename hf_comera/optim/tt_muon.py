@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from hf_comera.modules import TTLinear
-from hf_comera.optim.families import Family, Train
+from hf_comera.optim.families import Family, Train, families
 from hf_comera.optim.orthogonal_steps import orthogonal_steps
 from hf_comera.optim.param_groups import check_rate_and_decay, check_whole, other_param_groups, tensor_train_modules
 
@@ -78,7 +78,7 @@ class TTMuon(torch.optim.Optimizer):
         # fused: where torch looks for the device that AdamW's step counts belong on when it loads a state
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
         super().__init__(groups, {**defaults, "fused": True, "trains": None})
-        self._families: dict[Any, Family] = {}
+        self._families: dict[Any, list[tuple[list[int], Family]]] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -113,12 +113,13 @@ class TTMuon(torch.optim.Optimizer):
             train = Train([next(cores) for _ in range(num_cores)], num_left, entries)
             if any(core.grad is not None for core in train.cores):
                 gathered.setdefault(train.key(), []).append(train)
-        families = {}
+        found = {}
         for key, trains in gathered.items():
             shapes = tuple(train.shapes() for train in trains)
-            families[key, shapes] = self._families.get((key, shapes)) or Family(trains)
-            self._step_family(families[key, shapes], trains, group)
-        self._families = families  # without those of ranks that have been cut since
+            found[key, shapes] = self._families.get((key, shapes)) or families(trains)
+            for members, family in found[key, shapes]:
+                self._step_family(family, [trains[index] for index in members], group)
+        self._families = found  # without those of ranks that have been cut since
 
     def _step_family(self, family: Family, trains: list[Train], group: dict[str, Any]) -> None:
         """Step trains of equal factors together."""
