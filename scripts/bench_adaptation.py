@@ -27,7 +27,7 @@ of the core parameters, and the step as it is and after the cut, in turns.
 objective and proximal step, between two cuts; "gates" is the rest of what was
 added, most of it the product of cores and gates, forward and backward; "optimizer"
 is TTMuon's part of a step, with equal ranks and with the other ranks of each layer
-that the cut leaves.
+that the cut leaves. "cut step ratio" is how many times as fast the step is after it.
 """
 PLAIN, ADAPTED, CUT = "fixed ranks", "rank adaptation", "after the cut"
 TOTAL_STEPS = 10_000
