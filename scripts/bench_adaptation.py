@@ -1,4 +1,4 @@
-"""Time what rank adaptation adds to a training step of the six-encoder BERT of the CoMERA paper, and one cut.
+"""Time what rank adaptation adds to a training step of the six-encoder BERT of the CoMERA paper, and what a cut saves.
 
     python scripts/bench_adaptation.py
 
@@ -7,7 +7,6 @@
 
 import statistics
 import time
-from functools import partial
 
 import torch
 from rich.console import Console
@@ -22,13 +21,35 @@ from six_encoders import paper_shapes, six_encoders
 
 DESCRIPTION = """\
 Forward, backward, TTMuon and zero_grad of the tensor-train model of bench_step.py,
-as it is and with rank adaptation in its late stage, in turns; then the seconds of
-one cut. "objective" is what stands beside the training step: importance, size
+as it is and with rank adaptation in its late stage, in turns; then one cut, to half
+of the core parameters, and the step as it is and after the cut, in turns.
+"objective" is what stands beside the training step: importance, size
 objective and proximal step, between two cuts; "gates" is the rest of what was
-added, most of it the product of cores and gates, forward and backward.
+added, most of it the product of cores and gates, forward and backward; "optimizer"
+is TTMuon's part of a step, with equal ranks and with the other ranks of each layer
+that the cut leaves. "cut step ratio" is how many times as fast the step is after it.
 """
-PLAIN, ADAPTED = "fixed ranks", "rank adaptation"
+PLAIN, ADAPTED, CUT = "fixed ranks", "rank adaptation", "after the cut"
 TOTAL_STEPS = 10_000
+
+
+class PlainStep:
+    """A training step at fixed ranks."""
+
+    def __init__(
+        self, model: PreTrainedModel, batch: dict[str, Tensor], optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        self.model, self.batch = model, batch
+        self.optimizer = TTMuon(model, 1e-4) if optimizer is None else optimizer
+        self.optimizer_s: list[float] = []
+
+    def __call__(self) -> None:
+        """One step."""
+        self.model(**self.batch).loss.backward()
+        start = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer_s.append(time.perf_counter() - start)
+        self.optimizer.zero_grad()
 
 
 class AdaptedStep:
@@ -73,10 +94,8 @@ def main() -> None:
         "attention_mask": torch.ones(SEQUENCES, LENGTH, dtype=torch.long),
         "labels": torch.randint(3, (SEQUENCES,)),
     }
-    plain = build_model()
-    adapted = AdaptedStep(build_model(), batch)
-    candidates = {PLAIN: partial(plain_step, plain, TTMuon(plain, 1e-4), batch), ADAPTED: adapted}
-    timings = time_interleaved(candidates, args.rounds, label="training step")
+    plain, adapted = PlainStep(build_model(), batch), AdaptedStep(build_model(), batch)
+    timings = time_interleaved({PLAIN: plain, ADAPTED: adapted}, args.rounds, label="training step")
     step_s, objective_s = timings.median(PLAIN), statistics.median(adapted.objective_s)
     row = {
         "model": "bert-6x768",
@@ -86,6 +105,7 @@ def main() -> None:
         "objective_share": round(objective_s / step_s, 5),
         "gates_and_objective_share": round(1 / timings.ratio(ADAPTED, PLAIN) - 1, 5),
         "cut_s": round(adapted.cut(), 3),
+        **after_the_cut(plain, PlainStep(adapted.model, batch, adapted.optimizer), args.rounds),
         "rounds": args.rounds,
     }
     show(row)
@@ -98,11 +118,16 @@ def build_model() -> PreTrainedModel:
     return get_comera_model(BertForSequenceClassification, paper_shapes(), config=six_encoders()).train()
 
 
-def plain_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> None:
-    """One step at fixed ranks."""
-    model(**batch).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def after_the_cut(plain: PlainStep, cut: PlainStep, rounds: int) -> dict[str, str | int | float]:
+    """The columns of the step at full and at cut ranks."""
+    timings = time_interleaved({PLAIN: plain, CUT: cut}, rounds, label="training step after the cut")
+    return {
+        "core_parameters": size_report(plain.model).compressed_parameters,
+        "cut_core_parameters": size_report(cut.model).compressed_parameters,
+        "cut_step_ratio": round(timings.ratio(CUT, PLAIN), 3),
+        "optimizer_s": round(statistics.median(plain.optimizer_s[-rounds:]), 4),
+        "cut_optimizer_s": round(statistics.median(cut.optimizer_s[-rounds:]), 4),
+    }
 
 
 def show(row: dict[str, str | int | float]) -> None:

@@ -26,12 +26,12 @@ def orthogonalize(matrix: Tensor) -> Tensor:
         return orthogonalize(matrix.mT).mT
     a, b, c = COEFFICIENTS
     scaled = matrix / matrix.norm(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny ** 0.5)
-    gram = scaled.mT @ scaled
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    total = identity
+    scaled = scaled.reshape(-1, *matrix.shape[-2:])
+    gram = total = scaled.mT @ scaled
     for step in range(STEPS):
-        polynomial = a * identity + b * gram + c * (gram @ gram)
-        total = polynomial if step == 0 else total @ polynomial
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+        total = polynomial if step == 0 else torch.bmm(total, polynomial)
         if step + 1 < STEPS:
-            gram = polynomial @ gram @ polynomial
-    return scaled @ total
+            gram = torch.bmm(torch.bmm(polynomial, gram), polynomial)
+    return torch.bmm(scaled, total).view(matrix.shape)

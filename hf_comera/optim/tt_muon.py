@@ -3,16 +3,16 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from hf_comera.modules import TTLinear
-from hf_comera.optim.orthogonalize import orthogonalize
+from hf_comera.optim.families import Family, Train, families
+from hf_comera.optim.orthogonal_steps import orthogonal_steps
 from hf_comera.optim.param_groups import check_rate_and_decay, check_whole, other_param_groups, tensor_train_modules
-from hf_comera.tt.tangent import interface_factors, remove_gauge, to_core, to_orthogonal_gauge
 
 __all__ = ["COHERENCE", "TTMuon"]
 
@@ -22,21 +22,6 @@ COHERENCE = 0.55
 Seen on linear layers of a small GPT-2 and a small RoBERTa: 0.5 to 0.9 in the first two steps. It then falls to 0.1 to
 0.2, as gradients agree less; the steps here fall with their certainty to about the same.
 """
-
-
-class _Train(NamedTuple):
-    """The cores of one layer; the first ``num_left`` have the middle bond on their right."""
-
-    cores: list[nn.Parameter]
-    num_left: int
-    entries: int
-    """Of the implied matrix."""
-
-    def key(self) -> tuple[Any, ...]:
-        """Equal for trains that can be stepped together."""
-        has_gradient = tuple(core.grad is not None for core in self.cores)
-        shapes = tuple(core.shape for core in self.cores)
-        return shapes, has_gradient, self.num_left, self.entries, self.cores[0].dtype, self.cores[0].device
 
 
 class TTMuon(torch.optim.Optimizer):
@@ -93,6 +78,7 @@ class TTMuon(torch.optim.Optimizer):
         # fused: where torch looks for the device that AdamW's step counts belong on when it loads a state
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
         super().__init__(groups, {**defaults, "fused": True, "trains": None})
+        self._families: dict[Any, list[tuple[list[int], Family]]] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -115,34 +101,44 @@ class TTMuon(torch.optim.Optimizer):
                     self._step_trains(group)
         return loss
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also on loading a state and copying: families are made again when they are needed."""
+        super().__setstate__(state)
+        self._families = {}
+
     def _step_trains(self, group: dict[str, Any]) -> None:
-        families: dict[tuple[Any, ...], list[_Train]] = {}
+        gathered: dict[tuple[Any, ...], list[Train]] = {}
         cores = iter(group["params"])
         for num_cores, num_left, entries in group["trains"]:
-            train = _Train([next(cores) for _ in range(num_cores)], num_left, entries)
+            train = Train([next(cores) for _ in range(num_cores)], num_left, entries)
             if any(core.grad is not None for core in train.cores):
-                families.setdefault(train.key(), []).append(train)
-        for trains in families.values():
-            self._step_family(trains, group)
+                gathered.setdefault(train.key(), []).append(train)
+        found = {}
+        for key, trains in gathered.items():
+            shapes = tuple(train.shapes() for train in trains)
+            found[key, shapes] = self._families.get((key, shapes)) or families(trains)
+            for members, family in found[key, shapes]:
+                self._step_family(family, [trains[index] for index in members], group)
+        self._families = found  # without those of ranks that have been cut since
 
-    def _step_family(self, trains: list[_Train], group: dict[str, Any]) -> None:
-        """Step trains of equal shapes together."""
-        places = [place for place, core in enumerate(trains[0].cores) if core.grad is not None]
-        stacked = [_stack([train.cores[place] for train in trains]) for place in range(len(trains[0].cores))]
-        momenta = {place: self._momentum([train.cores[place] for train in trains], group) for place in places}
-        steps = _orthogonal_steps(stacked, momenta, trains[0].num_left)
+    def _step_family(self, family: Family, trains: list[Train], group: dict[str, Any]) -> None:
+        """Step trains of equal factors together."""
+        cores = [[train.cores[place] for train in trains] for place in range(len(trains[0].cores))]
+        momenta = self._momenta([cores[place] for place in family.places], family, group)
+        steps = orthogonal_steps(family, _exact(family.all_cores.pack(cores)), momenta)
+        moving = [cores[place] for place in family.moving]
+        sizes = self._certainty(moving) * family.part
+        parts = family.moving_cores.unpack([step * size for step, size in zip(steps, sizes, strict=True)])
+        kept = 1 - group["lr"] * group["weight_decay"] / len(family.places)
+        torch._foreach_mul_([core for place in family.places for core in cores[place]], kept)
         bound = group["lr"] * COHERENCE * math.sqrt(trains[0].entries)
-        kept = 1 - group["lr"] * group["weight_decay"] / len(places)
-        for place in places:
-            cores = [train.cores[place] for train in trains]
-            torch._foreach_mul_(cores, kept)
-            if place in steps:
-                step = steps[place] * self._certainty([train.cores[place] for train in trains])
-                parts = [part.view_as(core).to(core.dtype) for part, core in zip(step, cores, strict=True)]
-                torch._foreach_add_(cores, parts, alpha=-bound)
+        stepped = [core for of_place in moving for core in of_place]
+        parts = [part.view_as(core).to(core.dtype) for part, core in zip(parts, stepped, strict=True)]
+        torch._foreach_add_(stepped, parts, alpha=-bound)
 
-    def _momentum(self, cores: list[nn.Parameter], group: dict[str, Any]) -> Tensor:
-        """Advance the momentum of ``cores`` and look ahead along it; one stacked tensor."""
+    def _momenta(self, places: list[list[nn.Parameter]], family: Family, group: dict[str, Any]) -> list[Tensor]:
+        """Advance the momenta of cores and look ahead along them; stacked, one for each place."""
+        cores = [core for of_place in places for core in of_place]
         for core in cores:
             if core not in self.state:
                 buffer = torch.zeros_like(core, memory_format=torch.preserve_format)
@@ -151,18 +147,20 @@ class TTMuon(torch.optim.Optimizer):
         buffers, means = ([state[key] for state in states] for key in ("momentum_buffer", "mean_norm"))
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         torch._foreach_lerp_(means, torch._foreach_norm(gradients), 1 - group["momentum"])
-        return torch.lerp(_stack(gradients), _stack(buffers), group["momentum"])
+        stacks = family.cores_with_gradient
+        joined = _exact([stacks.join([gradients]), stacks.join([buffers])])
+        return stacks.spread(torch.lerp(*joined, group["momentum"]))
 
-    def _certainty(self, cores: list[nn.Parameter]) -> Tensor:
-        """How far the last gradients of each core agree, ``(cores, 1, 1, 1)`` from 0 to 1.
+    def _certainty(self, places: list[list[nn.Parameter]]) -> Tensor:
+        """How far the last gradients of each core agree, ``(places, trains, 1, 1, 1)`` from 0 to 1.
 
         The norm of their mean over the mean of their norms; both began at zero, so they are too small alike.
         """
-        states = [self.state[core] for core in cores]
+        states = [self.state[core] for cores in places for core in cores]
         norms = torch._foreach_norm([state["momentum_buffer"] for state in states])
         means = torch.stack([state["mean_norm"] for state in states])
         certainty = torch.stack(norms) / means.clamp_min(torch.finfo(means.dtype).tiny)
-        return certainty.float().clamp_max(1.0).view(-1, 1, 1, 1)
+        return certainty.float().clamp_max(1.0).view(len(places), -1, 1, 1, 1)
 
     def _step_others(self, group: dict[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -222,49 +220,6 @@ def _exact_products(device_type: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-def _orthogonal_steps(cores: list[Tensor], momenta: dict[int, Tensor], num_left: int) -> dict[int, Tensor]:
-    """Steps of all cores that together move the implied matrix by about one in spectral norm.
-
-    What a neighbour towards the centre can do as well is left to it, if it has a gradient.
-
-    Shape:
-        cores and momenta ``(trains, r_{k-1}, n_k, r_k)`` -> the same; cores that only mix ranks have no step.
-    """
-    left, right = interface_factors(cores)
-    centre = num_left - 1 if _left_is_larger(cores, num_left) else num_left
-    steps = {}
-    for place, momentum in momenta.items():
-        on_left = place < num_left
-        inner = place + 1 if on_left else place - 1
-        shared = place != centre and inner in momenta
-        if shared and _only_mixes_ranks(cores[place], on_left):
-            continue
-        before, behind = left[place], right[place + 1]
-        step = to_orthogonal_gauge(momentum, before, behind)
-        if shared:
-            step = remove_gauge(step, cores[place], before if on_left else behind, on_left=on_left)
-        unfolding = step.flatten(-3, -2) if on_left else step.flatten(-2)
-        steps[place] = to_core(orthogonalize(unfolding).view_as(step), before, behind)
-    return {place: step / math.sqrt(len(steps)) for place, step in steps.items()}
-
-
-def _left_is_larger(cores: list[Tensor], num_left: int) -> bool:
-    """Of the two cores at the middle bond; at full rank the larger one can do all that the other can."""
-    return 0 < num_left and (num_left == len(cores) or cores[num_left - 1].numel() > cores[num_left].numel())
-
-
-def _only_mixes_ranks(core: Tensor, on_left: bool) -> bool:
-    """Whether the neighbour towards the centre can do all that this core can: its unfolding is square."""
-    *_, rank_before, factor, rank_behind = core.shape
-    return rank_before * factor <= rank_behind if on_left else factor * rank_behind <= rank_before
-
-
-def _three_axes(core: Tensor) -> Tensor:
-    """A TTM core with its row and column factor as one."""
-    return core.flatten(1, -2)
-
-
-def _stack(cores: list[Any]) -> Tensor:
-    """``(trains, left rank, factor, right rank)`` in float32 or float64."""
-    stacked = torch.stack([_three_axes(core) for core in cores])
-    return stacked if stacked.dtype == torch.float64 else stacked.float()
+def _exact(tensors: list[Tensor]) -> list[Tensor]:
+    """In float64 where they are, else in float32."""
+    return [tensor if tensor.dtype == torch.float64 else tensor.float() for tensor in tensors]

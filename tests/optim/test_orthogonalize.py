@@ -35,3 +35,13 @@ def test_scale_does_not_matter_and_zero_stays_zero():
     matrix = torch.randn(6, 4)
     torch.testing.assert_close(orthogonalize(matrix * 1e-12), orthogonalize(matrix), atol=1e-4, rtol=1e-3)
     assert torch.equal(orthogonalize(torch.zeros(6, 4)), torch.zeros(6, 4))
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (3, 7), (5, 5)])
+def test_padding_stays_zero_and_changes_nothing(shape):
+    matrix = torch.randn(shape, dtype=torch.float64)
+    for rows, columns in [(0, 6), (6, 0), (2, 2)]:  # also where the other side becomes the longer one
+        padded = orthogonalize(torch.nn.functional.pad(matrix, (0, columns, 0, rows)))
+        expected = torch.nn.functional.pad(orthogonalize(matrix), (0, columns, 0, rows))
+        torch.testing.assert_close(padded, expected)
+        assert torch.equal(padded == 0, expected == 0)

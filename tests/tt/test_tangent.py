@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from hf_comera.tt.ragged import RaggedStacks
 from hf_comera.tt.tangent import interface_factors, interface_norms, remove_gauge, to_core, to_orthogonal_gauge
 from tests.dense_references import multiply_out, random_cores
 
@@ -33,9 +34,11 @@ def test_factors_and_norms_are_those_of_the_interfaces(in_factors, out_factors, 
     left, right = interface_factors(cores)
     for place, norm in enumerate(interface_norms(cores)):
         before, behind = interfaces(cores, place)
-        torch.testing.assert_close(left[place] @ left[place].T, before.T @ before, rtol=5e-3, atol=5e-3 * norm)
         torch.testing.assert_close(
-            right[place + 1] @ right[place + 1].T, behind @ behind.T, rtol=5e-3, atol=5e-3 * norm
+            left[place].lower @ left[place].lower.T, before.T @ before, rtol=5e-3, atol=5e-3 * norm
+        )
+        torch.testing.assert_close(
+            right[place].lower @ right[place].lower.T, behind @ behind.T, rtol=5e-3, atol=5e-3 * norm
         )
         expected = torch.linalg.matrix_norm(before, 2) * torch.linalg.matrix_norm(behind, 2)
         assert norm == pytest.approx(expected.item(), rel=1e-9)
@@ -49,8 +52,8 @@ def test_a_step_in_the_gauge_is_an_equal_step_of_the_matrix(in_factors, out_fact
     gradients = torch.autograd.grad((multiply_out(cores) * direction).sum(), cores)
     left, right = interface_factors(cores)
     for place, gradient in enumerate(gradients):
-        in_gauge = to_orthogonal_gauge(gradient, left[place], right[place + 1])
-        step = to_core(in_gauge, left[place], right[place + 1])
+        in_gauge = to_orthogonal_gauge(gradient, left[place], right[place])
+        step = to_core(in_gauge, left[place], right[place])
         change = moved(cores, place, step)
         assert change.norm().item() == pytest.approx(in_gauge.norm().item(), rel=1e-6)
         # the change is the orthogonal projection of the direction on what this core can do to the matrix
@@ -67,12 +70,12 @@ def test_without_the_gauge_the_steps_of_all_cores_are_orthogonal(
     centre, changes = len(in_factors) - left_of_middle, []
     left, right = interface_factors(cores)
     for place, core in enumerate(cores):
-        gradient = to_orthogonal_gauge(torch.randn_like(core), left[place], right[place + 1])
+        gradient = to_orthogonal_gauge(torch.randn_like(core), left[place], right[place])
         if place < centre:
             gradient = remove_gauge(gradient, core, left[place], on_left=True)
         elif place > centre:
-            gradient = remove_gauge(gradient, core, right[place + 1], on_left=False)
-        changes.append(moved(cores, place, to_core(gradient, left[place], right[place + 1])).flatten())
+            gradient = remove_gauge(gradient, core, right[place], on_left=False)
+        changes.append(moved(cores, place, to_core(gradient, left[place], right[place])).flatten())
     overlap = torch.stack(changes) @ torch.stack(changes).T
     assert (overlap - overlap.diag().diag()).abs().max() < 1e-6 * (1 + overlap.diagonal().max())
 
@@ -82,13 +85,40 @@ def test_stacks_are_many_trains_at_once():
     left, right = interface_factors([torch.stack(cores) for cores in zip(*trains, strict=True)])
     for index, cores in enumerate(trains):
         for together, alone in zip(left + right, [*itertools.chain(*interface_factors(cores))], strict=True):
-            torch.testing.assert_close(together[index], alone)
+            torch.testing.assert_close(together.lower[index], alone.lower)
+            torch.testing.assert_close(together.inverse[index], alone.inverse)
+
+
+def test_padded_trains_are_stepped_as_they_would_be_alone():
+    trains = [[core.detach() for core in random_cores((4, 3), (2, 5), rank)] for rank in (1, 2, 4)]
+    ragged = RaggedStacks([[core.shape for core in cores] for cores in zip(*trains, strict=True)])
+    ranks = [[cores[place].shape[0] for cores in trains] for place in range(4)]
+    live = [torch.arange(max(of_bond)) < torch.tensor(of_bond).unsqueeze(1) for of_bond in [*ranks, [1, 1, 1]]]
+
+    def moved(cores, live):
+        left, right = interface_factors(cores, live)
+        steps = []
+        for place, core in enumerate(cores):
+            on_left, bond = place < 2, place + 1 if place < 2 else place
+            step = to_orthogonal_gauge(core.flip(-2), left[place], right[place])
+            outer = left[place] if on_left else right[place]
+            step = remove_gauge(step, core, outer, on_left=on_left, live=None if live is None else live[bond])
+            steps.append(to_core(step, left[place], right[place]))
+        return steps
+
+    together = moved(ragged.pack([list(cores) for cores in zip(*trains, strict=True)]), live)
+    alone = [moved(cores, None) for cores in trains]
+    for padded, expected in zip(
+        together, ragged.pack([list(steps) for steps in zip(*alone, strict=True)]), strict=True
+    ):
+        torch.testing.assert_close(padded, expected)
+        assert torch.equal(padded == 0, expected == 0)  # padding is exactly zero
 
 
 def test_an_interface_that_is_zero_gives_finite_steps():
     cores = [torch.randn(1, 4, 3), torch.zeros(3, 5, 2), torch.randn(2, 6, 1)]
     left, right = interface_factors(cores)
-    gradient = to_orthogonal_gauge(torch.zeros(2, 6, 1), left[2], right[3])
-    assert to_core(gradient, left[2], right[3]).isfinite().all()
+    gradient = to_orthogonal_gauge(torch.zeros(2, 6, 1), left[2], right[2])
+    assert to_core(gradient, left[2], right[2]).isfinite().all()
     assert interface_norms(cores)[1] > 0
     assert interface_norms(cores)[2] == 0
