@@ -11,6 +11,7 @@ Source: CoMERA, arXiv:2405.14377, contraction paths, for the halves; stacking th
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.functional import pad
 
 from hf_comera.ops.precision import chain_dtype
 from hf_comera.tt.cores import contract_left, contract_left_backward, contract_right, contract_right_backward
-from hf_comera.tt.stacking import stack_padded, unstack_padded
+from hf_comera.tt.ragged import RaggedStacks
 
 __all__ = ["RANK_MULTIPLE", "Side", "layer_halves", "padded_rank", "stacked_halves"]
 
@@ -70,7 +71,33 @@ class Side:
         """Cores and gates of one layer after the other."""
         return [tensor for pair in zip(self.cores, self.gates, strict=True) for part in pair for tensor in part]
 
-    def padded_shapes(self) -> list[tuple[int, ...]]:
+    def stacked(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Cores ``(L, r_{k-1}, n_k, r_k)`` and gates ``(L, 1, 1, r_k)`` of each place, in the dtype of the chain."""
+        dtype, everyone = chain_dtype(self.cores[0][0]), range(len(self.cores))
+        stacks = self.stacks_of_cores(everyone)
+        cores = stacks.spread(stacks.join(list(zip(*self.cores, strict=True))).to(dtype))
+        if not self.gates[0]:
+            return cores, []
+        stacks = self.stacks_of_gates(everyone)
+        gates = stacks.spread(stacks.join(list(zip(*self.gates, strict=True))).to(dtype))
+        return cores, [gate[:, None, None] for gate in gates]
+
+    def stacks_of_cores(self, layers: Sequence[int]) -> RaggedStacks:
+        """How the cores of some layers are stacked, one stack a place."""
+        shapes = [
+            [core.shape for core in place] for place in zip(*(self.cores[index] for index in layers), strict=True)
+        ]
+        return _stacks(shapes, self._padded_shapes(), self.cores[0][0].device)
+
+    def stacks_of_gates(self, layers: Sequence[int]) -> RaggedStacks:
+        """The same for their gates."""
+        shapes = [
+            [gate.shape for gate in place] for place in zip(*(self.gates[index] for index in layers), strict=True)
+        ]
+        padded = [shape[-1:] for shape in self._padded_shapes()[: len(shapes)]]
+        return _stacks(shapes, padded, self.cores[0][0].device)
+
+    def _padded_shapes(self) -> list[tuple[int, ...]]:
         """What the cores of each place are padded to: the largest ranks, the middle one as the products want it."""
         shapes = [
             tuple(max(sizes) for sizes in zip(*(core.shape for core in place), strict=True))
@@ -81,15 +108,6 @@ class Side:
         else:
             shapes[0] = (padded_rank(shapes[0][0]), *shapes[0][1:])
         return shapes
-
-    def stacked(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Cores ``(L, r_{k-1}, n_k, r_k)`` and gates ``(L, 1, 1, r_k)`` of each place, in the dtype of the chain."""
-        dtype, shapes = chain_dtype(self.cores[0][0]), self.padded_shapes()
-        places = zip(*self.cores, strict=True)
-        cores = [stack_padded(place, shape).to(dtype) for place, shape in zip(places, shapes, strict=True)]
-        places = zip(*self.gates, strict=True)
-        gates = [stack_padded(place, shape[-1:]).to(dtype) for place, shape in zip(places, shapes, strict=False)]
-        return cores, [gate[:, None, None] for gate in gates]
 
     def ranks(self) -> list[int]:
         """Rows of the half of each layer."""
@@ -155,21 +173,26 @@ def _stacked_gradients(ctx: Any, used: list[int], grads: list[Any]) -> list[list
     cores, gates, scaled, products = map(of_used, (ctx.cores, ctx.gates, ctx.scaled, ctx.products))
     covered = products[-1].shape[-2] if side.on_left else products[0].shape[-1]
     rank = products[-1].shape[-1] if side.on_left else products[0].shape[-2]
-    grad_LRF = stack_padded(grads, (rank, covered)).to(cores[0].dtype)
+    stacks = _stacks([[grad.shape for grad in grads]], [(rank, covered)], grads[0].device)
+    (grad_LRF,) = stacks.spread(stacks.join([grads]).to(cores[0].dtype))
     if side.on_left:
         dscaled = contract_left_backward(scaled, products, grad_LRF.mT)
     else:
         dscaled = contract_right_backward(scaled, products, grad_LRF)
     triples = list(zip(dscaled, cores, gates, strict=False))
-    dgates = [(grad * core).sum((1, 2)) for grad, core, _ in triples]
     dcores = [grad * gate for grad, _, gate in triples] + dscaled[len(gates) :]
-    parts = [_unstack(grad, [side.cores[index][place] for index in used]) for place, grad in enumerate(dcores)]
-    parts += [_unstack(grad, [side.gates[index][place] for index in used]) for place, grad in enumerate(dgates)]
-    return [list(layer) for layer in zip(*parts, strict=True)]
+    found = _by_layer(side.stacks_of_cores(used), dcores, side.cores[0][0].dtype)
+    if gates:
+        dgates = [(grad * core).sum((1, 2)) for grad, core, _ in triples]
+        more = _by_layer(side.stacks_of_gates(used), dgates, side.gates[0][0].dtype)
+        found = [[*one, *other] for one, other in zip(found, more, strict=True)]
+    return found
 
 
-def _unstack(stacked: Tensor, like: list[Tensor]) -> list[Tensor]:
-    return unstack_padded(stacked.to(like[0].dtype), [tensor.shape for tensor in like])
+def _by_layer(stacks: RaggedStacks, stacked: list[Tensor], dtype: torch.dtype) -> list[list[Tensor]]:
+    """Tensors of all places, without padding, one list a layer."""
+    parts, num_layers = stacks.unpack([part.to(dtype) for part in stacked]), stacks.padded[0][0]
+    return [parts[index::num_layers] for index in range(num_layers)]
 
 
 def _differentiable_gradients(side: Side, used: list[int], grads: list[Any]) -> list[list[Tensor]]:
@@ -190,3 +213,14 @@ def _one_half(cores: Sequence[Tensor], on_left: bool, features: int) -> Tensor:
     half = contract_left(cores)[-1][:features].T if on_left else contract_right(cores)[0][:, :features]
     extra = padded_rank(half.shape[0]) - half.shape[0]
     return pad(half, (0, 0, 0, extra)) if extra else half
+
+
+def _stacks(
+    shapes: Sequence[Sequence[Sequence[int]]], padded: Sequence[Sequence[int]], device: torch.device
+) -> RaggedStacks:
+    return _kept_stacks(tuple(tuple(map(tuple, place)) for place in shapes), tuple(map(tuple, padded)), device)
+
+
+@lru_cache(maxsize=32)
+def _kept_stacks(shapes: Any, padded: Any, device: torch.device) -> RaggedStacks:
+    return RaggedStacks(shapes, device, padded)

@@ -17,22 +17,32 @@ class RaggedStacks:
     """How lists of tensors become stacked ones, and back; differentiable, nothing is read from the device.
 
     A stack is as large on every axis as the largest of its tensors, which begin at its origin; the rest is zero. Where
-    all shapes of a stack are equal in all stacks, nothing is padded and no index is kept.
+    no tensor is smaller than its stack, nothing is padded and no index is kept.
 
     Args:
         shapes: For each stack the shapes of its tensors; equally many axes within a stack.
         device: Of the tensors.
+        padded: For each stack the shape that its tensors are padded to, where that is larger than the largest.
 
     Shape:
         A list of T tensors of any sizes ``(r, ..., s)`` -> ``(T, largest r, ..., largest s)``.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[Sequence[int]]], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[Sequence[int]]],
+        device: torch.device | str = "cpu",
+        padded: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.shapes = [[tuple(shape) for shape in of_stack] for of_stack in shapes]
+        wanted = padded or [[0] * len(of_stack[0]) for of_stack in self.shapes]
         self.padded = [
-            (len(of_stack), *(max(sizes) for sizes in zip(*of_stack, strict=True))) for of_stack in self.shapes
+            (len(of_stack), *(max(sizes) for sizes in zip(least, *of_stack, strict=True)))
+            for least, of_stack in zip(wanted, self.shapes, strict=True)
         ]
-        self.is_padded = any(len(set(of_stack)) > 1 for of_stack in self.shapes)
+        self.is_padded = any(
+            shape != size[1:] for size, of_stack in zip(self.padded, self.shapes, strict=True) for shape in of_stack
+        )
         self._sizes = [math.prod(shape) for of_stack in self.shapes for shape in of_stack]
         self._padded_sizes = [math.prod(shape) for shape in self.padded]
         if self.is_padded:

@@ -34,16 +34,21 @@ BART = BartConfig(
     d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
     encoder_ffn_dim=64, decoder_ffn_dim=64, **WORDS,
 )  # fmt: skip
-MODELS = {  # (class, config, groups of siblings, products saved by them in a forward pass, blocks without hidden layer)
+DISTILBERT = DistilBertConfig(dim=32, n_layers=2, n_heads=2, hidden_dim=64, vocab_size=99)
+OPT = OPTConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, ffn_dim=64, word_embed_proj_dim=32, **WORDS
+)  # fmt: skip
+T5 = {kind: T5Config(**T5_SIZES, vocab_size=99, feed_forward_proj=kind) for kind in ("relu", "gated-gelu")}
+MODELS = {  # (class, config, groups of siblings, products they save, blocks without hidden layer)
     "bert": (AutoModelForMaskedLM, BertConfig(**SIZES, **WORDS), 2, 4, 2),
-    "distilbert": (AutoModelForMaskedLM, DistilBertConfig(dim=32, n_layers=2, n_heads=2, hidden_dim=64, vocab_size=99), 2, 4, 2),
+    "distilbert": (AutoModelForMaskedLM, DISTILBERT, 2, 4, 2),
     "mpnet": (AutoModelForMaskedLM, MPNetConfig(**SIZES, **WORDS), 2, 4, 2),
     "gpt2": (AutoModelForCausalLM, GPT2Config(n_embd=32, n_layer=2, n_head=2, **WORDS), 0, 0, 2),
     "neox": (AutoModelForCausalLM, GPTNeoXConfig(**SIZES, **WORDS), 0, 0, 2),
-    "opt": (AutoModelForCausalLM, OPTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, ffn_dim=64, word_embed_proj_dim=32, **WORDS), 2, 4, 2),
+    "opt": (AutoModelForCausalLM, OPT, 2, 4, 2),
     "llama": (AutoModelForCausalLM, LlamaConfig(**SIZES, num_key_value_heads=1, **WORDS), 4, 6, 2),
-    "t5": (AutoModelForSeq2SeqLM, T5Config(**T5_SIZES, vocab_size=99), 3, 5, 2),
-    "t5-gated": (AutoModelForSeq2SeqLM, T5Config(**T5_SIZES, vocab_size=99, feed_forward_proj="gated-gelu"), 5, 7, 2),
+    "t5": (AutoModelForSeq2SeqLM, T5["relu"], 3, 5, 2),
+    "t5-gated": (AutoModelForSeq2SeqLM, T5["gated-gelu"], 5, 7, 2),
     "bart": (AutoModelForSeq2SeqLM, BART, 3, 5, 2),
     "vit": (AutoModelForImageClassification, ViTConfig(**SIZES, image_size=16, patch_size=8), 2, 4, 2),
 }  # fmt: skip
