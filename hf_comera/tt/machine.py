@@ -1,0 +1,195 @@
+"""How fast a machine multiplies matrices: ceilings per dtype, named presets, and a quick calibration of this CPU.
+
+A product of ``(m, k)`` and ``(k, n)`` takes ``max(flops / rate(m, k, n), bytes / bandwidth)`` seconds, and each call
+an overhead on top. Thin products run below the peak; by how much is a small table for each of the three sizes.
+"""
+
+import functools
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["CPU_THREAD", "H200", "H200_TF32", "Ceilings", "Machine", "calibrated_cpu"]
+
+Table = tuple[tuple[int, float], ...]
+ALWAYS_PEAK: Table = ((1, 1.0),)
+
+
+@dataclass(frozen=True, eq=False)
+class Ceilings:
+    """What limits a matrix product in one dtype. Tables give the share of ``flops`` reached at small sizes."""
+
+    dtype: torch.dtype
+    flops: float
+    """Floating-point operations per second of a large product."""
+    bandwidth: float
+    """Bytes per second, operands and results together."""
+    thin_rows: Table = ALWAYS_PEAK
+    """``(m, share)`` in ascending order; linear in between, constant beyond the ends."""
+    thin_inner: Table = ALWAYS_PEAK
+    """``(k, share)``."""
+    thin_columns: Table = ALWAYS_PEAK
+    """``(n, share)``."""
+
+    def rate(self, m: int, k: int, n: int) -> float:
+        """Floating-point operations per second of a product of these sizes, if bandwidth does not limit it."""
+        share = min(_share(self.thin_rows, m), _share(self.thin_inner, k), _share(self.thin_columns, n))
+        return self.flops * share
+
+    def seconds(self, m: int, k: int, n: int) -> float:
+        """Seconds of ``(m, k) @ (k, n)``, without the overhead of the call."""
+        num_bytes = (m * k + k * n + m * n) * self.dtype.itemsize
+        return max(2 * m * k * n / self.rate(m, k, n), num_bytes / self.bandwidth)
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """A device as the planner sees it. Two of them are equal only if they are the same object."""
+
+    name: str
+    source: str
+    """Where the figures come from; says so if nothing was measured here."""
+    ceilings: tuple[Ceilings, ...]
+    """One entry a dtype."""
+    overhead: float
+    """Seconds of one product that has nothing to do, with the reshapes around it."""
+    gradient_overhead: float
+    """The same for its two products in backward, with what autograd adds."""
+
+    def of(self, dtype: torch.dtype) -> Ceilings:
+        """The ceilings of ``dtype``; those of a wider dtype in the table, at its speed, where there are none.
+
+        Raises:
+            ValueError: If the table has nothing that is at least as wide.
+        """
+        wider = [entry for entry in self.ceilings if torch.promote_types(entry.dtype, dtype) == entry.dtype]
+        for entry in sorted(wider, key=lambda entry: (entry.dtype != dtype, entry.dtype.itemsize)):
+            return entry
+        known = ", ".join(str(entry.dtype) for entry in self.ceilings)
+        raise ValueError(f"dtype={dtype}: machine {self.name!r} has ceilings for {known} only. Use one of these.")
+
+
+# A thread of a recent server CPU: rounded figures, assumed; `calibrated_cpu` measures the one at hand.
+_ASSUMED_THIN: Table = ((1, 0.15), (4, 0.3), (8, 0.45), (16, 0.7), (32, 0.9), (64, 1.0))
+CPU_THREAD = Machine(
+    name="CPU thread",
+    source="assumed, not measured here",
+    ceilings=(
+        Ceilings(torch.float64, 50e9, 20e9, _ASSUMED_THIN, _ASSUMED_THIN, _ASSUMED_THIN),
+        Ceilings(torch.float32, 100e9, 20e9, _ASSUMED_THIN, _ASSUMED_THIN, _ASSUMED_THIN),
+        Ceilings(torch.bfloat16, 200e9, 20e9, _ASSUMED_THIN, _ASSUMED_THIN, _ASSUMED_THIN),
+    ),
+    overhead=3e-6,
+    gradient_overhead=2e-5,
+)
+_H200_OTHERS = (
+    Ceilings(torch.float64, 50e12, 4.3e12),
+    Ceilings(torch.float16, 790e12, 4.3e12),
+    Ceilings(torch.bfloat16, 790e12, 4.3e12),
+)
+H200 = Machine(
+    name="H200",
+    source="published or assumed, not measured here",
+    ceilings=(*_H200_OTHERS, Ceilings(torch.float32, 50e12, 4.3e12)),
+    overhead=5e-6,
+    gradient_overhead=2e-5,
+)
+H200_TF32 = Machine(
+    name="H200, float32 products in TF32",
+    source=H200.source,
+    ceilings=(*_H200_OTHERS, Ceilings(torch.float32, 395e12, 4.3e12)),
+    overhead=H200.overhead,
+    gradient_overhead=H200.gradient_overhead,
+)
+
+SMALL_SIZES = (1, 4, 8, 16, 32, 64, 128)
+FULL_SIZE = 512
+STREAMED_SIZE = 2048  # a matrix of this size does not fit into the caches of one core
+SECONDS_PER_SIZE = 0.003
+
+
+def calibrated_cpu(dtype: torch.dtype = torch.float32) -> Machine:
+    """This CPU with as many threads as torch uses now; measured once in a process, in some tenths of a second.
+
+    Args:
+        dtype: Which ceilings are needed; those of float32 come with it, since cores are contracted in at least that.
+    """
+    return _calibrate(dtype, torch.get_num_threads())
+
+
+@functools.cache
+def _calibrate(dtype: torch.dtype, num_threads: int) -> Machine:
+    wanted = dict.fromkeys((dtype, torch.promote_types(dtype, torch.float32)))
+    with torch.inference_mode():
+        ceilings = tuple(_measure_ceilings(each) for each in wanted)
+        tiny = torch.ones(8, 8)
+        overhead = _best_seconds(lambda: (tiny.reshape(8, 8) @ tiny.reshape(8, 8)).reshape(64))
+    return Machine(
+        name=f"this CPU, {num_threads} thread{'s' if num_threads > 1 else ''}",
+        source="measured in this process",
+        ceilings=ceilings,
+        overhead=overhead,
+        gradient_overhead=_gradient_overhead(overhead),
+    )
+
+
+def _measure_ceilings(dtype: torch.dtype) -> Ceilings:
+    full = FULL_SIZE
+    flops = _measure_rate(dtype, full, full, full)
+
+    def table(sizes: Callable[[int], tuple[int, int, int]]) -> Table:
+        return (*((small, _measure_rate(dtype, *sizes(small)) / flops) for small in SMALL_SIZES), (full, 1.0))
+
+    row, matrix = torch.ones(1, STREAMED_SIZE, dtype=dtype), torch.ones(STREAMED_SIZE, STREAMED_SIZE, dtype=dtype)
+    return Ceilings(
+        dtype=dtype,
+        flops=flops,
+        bandwidth=matrix.nbytes / _best_seconds(lambda: row @ matrix),
+        thin_rows=table(lambda small: (small, full, full)),
+        thin_inner=table(lambda small: (full, small, full)),
+        thin_columns=table(lambda small: (full, full, small)),
+    )
+
+
+def _measure_rate(dtype: torch.dtype, m: int, k: int, n: int) -> float:
+    # ones, not random numbers: a calibration must leave the generators of the program alone
+    left, right = torch.ones(m, k, dtype=dtype), torch.ones(k, n, dtype=dtype)
+    return 2 * m * k * n / _best_seconds(lambda: left @ right)
+
+
+def _gradient_overhead(overhead: float) -> float:
+    with torch.inference_mode(False), torch.enable_grad():
+        tiny = torch.ones(8, 8, requires_grad=True)
+        seed = torch.ones(64)
+
+        def step() -> object:
+            return torch.autograd.grad((tiny.reshape(8, 8) @ tiny.reshape(8, 8)).reshape(64), tiny, seed)
+
+        return max(_best_seconds(step) - overhead, 0.0)
+
+
+def _best_seconds(compute: Callable[[], object]) -> float:
+    """The shortest of several runs: what others on the machine cost is no property of it."""
+    compute()
+    best, start = float("inf"), time.perf_counter()
+    begin = start
+    for _ in range(1000):
+        compute()
+        end = time.perf_counter()
+        best, begin = min(best, end - begin), end
+        if end - start > SECONDS_PER_SIZE:
+            break
+    return best
+
+
+def _share(table: Table, size: int) -> float:
+    if size >= table[-1][0]:
+        return table[-1][1]
+    place = bisect_right(table, (size, float("inf")))
+    if place == 0:
+        return table[0][1]
+    (low, low_share), (high, high_share) = table[place - 1], table[place]
+    return low_share + (high_share - low_share) * (size - low) / (high - low)
