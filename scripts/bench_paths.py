@@ -86,10 +86,13 @@ def main() -> None:
     parser = benchmark_parser(DESCRIPTION, rounds=9)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of cores and input; default fp32")
     parser.add_argument("--max-rows", type=positive_integer, default=4096, help="leave out larger cases; default 4096")
+    names = sorted({layer.name for layer in LAYERS})
+    parser.add_argument("--layers", nargs="+", choices=names, default=names, help="default: all")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     cpu = calibrated_cpu(DTYPES[args.dtype])
-    cases = [(layer, rows) for layer in LAYERS for rows in layer.rows if rows <= args.max_rows]
+    layers = [layer for layer in LAYERS if layer.name in args.layers]
+    cases = [(layer, rows) for layer in layers for rows in layer.rows if rows <= args.max_rows]
     measured = [
         compare(layer, rows, training, args.dtype, args.rounds, cpu)
         for layer, rows in cases

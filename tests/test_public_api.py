@@ -29,7 +29,7 @@ PUBLIC = {
         "write_model_card",
     },
     "hf_comera.modules": {"TTLinear", "TTMEmbedding", "TensorTrainModule", "TiedEmbedding", "TiedHead"},
-    "hf_comera.ops": {"tt_linear", "ttm_lookup", "ttm_project"},
+    "hf_comera.ops": {"dense_linear", "path_linear", "tt_linear", "ttm_lookup", "ttm_project"},
     "hf_comera.training": {
         "ComeraCallback",
         "ComeraTrainer",

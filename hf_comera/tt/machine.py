@@ -58,6 +58,14 @@ class Machine:
     """Seconds of one product that has nothing to do, with the reshapes around it."""
     gradient_overhead: float
     """The same for its two products in backward, with what autograd adds."""
+    fresh_bandwidth: float = float("inf")
+    """Bytes per second at which new memory from the system can be touched: a page fault every few kilobytes."""
+    fresh_bytes: int = 1 << 25
+    """From here on a result is new memory every time; what is smaller, allocators keep. Default: glibc's limit."""
+
+    def fresh_seconds(self, num_bytes: int) -> float:
+        """What a result of this size costs besides, because its memory is new."""
+        return num_bytes / self.fresh_bandwidth if num_bytes >= self.fresh_bytes else 0.0
 
     def of(self, dtype: torch.dtype) -> Ceilings:
         """The ceilings of ``dtype``; those of a wider dtype in the table, at its speed, where there are none.
@@ -65,9 +73,12 @@ class Machine:
         Raises:
             ValueError: If the table has nothing that is at least as wide.
         """
+        for entry in self.ceilings:
+            if entry.dtype == dtype:
+                return entry
         wider = [entry for entry in self.ceilings if torch.promote_types(entry.dtype, dtype) == entry.dtype]
-        for entry in sorted(wider, key=lambda entry: (entry.dtype != dtype, entry.dtype.itemsize)):
-            return entry
+        if wider:
+            return min(wider, key=lambda entry: entry.dtype.itemsize)
         known = ", ".join(str(entry.dtype) for entry in self.ceilings)
         raise ValueError(f"dtype={dtype}: machine {self.name!r} has ceilings for {known} only. Use one of these.")
 
@@ -84,6 +95,7 @@ CPU_THREAD = Machine(
     ),
     overhead=3e-6,
     gradient_overhead=2e-5,
+    fresh_bandwidth=3e9,
 )
 _H200_OTHERS = (
     Ceilings(torch.float64, 50e12, 4.3e12),
@@ -94,8 +106,8 @@ H200 = Machine(
     name="H200",
     source="published or assumed, not measured here",
     ceilings=(*_H200_OTHERS, Ceilings(torch.float32, 50e12, 4.3e12)),
-    overhead=5e-6,
-    gradient_overhead=2e-5,
+    overhead=2e-6,  # of launches that a CUDA graph, or a queue that never runs empty, hides from the host
+    gradient_overhead=4e-6,
 )
 H200_TF32 = Machine(
     name="H200, float32 products in TF32",
@@ -108,7 +120,8 @@ H200_TF32 = Machine(
 SMALL_SIZES = (1, 4, 8, 16, 32, 64, 128)
 FULL_SIZE = 512
 STREAMED_SIZE = 2048  # a matrix of this size does not fit into the caches of one core
-SECONDS_PER_SIZE = 0.003
+FRESH_ENTRIES = 10 * 2**20  # 40 MiB, more than allocators keep
+SECONDS_PER_SIZE, RUNS_PER_SIZE = 0.002, 8
 
 
 def calibrated_cpu(dtype: torch.dtype = torch.float32) -> Machine:
@@ -133,6 +146,7 @@ def _calibrate(dtype: torch.dtype, num_threads: int) -> Machine:
         ceilings=ceilings,
         overhead=overhead,
         gradient_overhead=_gradient_overhead(overhead),
+        fresh_bandwidth=_fresh_bandwidth(),
     )
 
 
@@ -171,17 +185,23 @@ def _gradient_overhead(overhead: float) -> float:
         return max(_best_seconds(step) - overhead, 0.0)
 
 
-def _best_seconds(compute: Callable[[], object]) -> float:
-    """The shortest of several runs: what others on the machine cost is no property of it."""
+def _fresh_bandwidth() -> float:
+    """Of filling new memory, with the time taken out that filling memory takes anyway."""
+    kept = torch.empty(FRESH_ENTRIES)
+    again = _best_seconds(lambda: kept.fill_(1.0), runs=3)
+    first = _best_seconds(lambda: torch.empty(FRESH_ENTRIES).fill_(1.0), runs=3)
+    return kept.nbytes / max(first - again, 1e-9)
+
+
+def _best_seconds(compute: Callable[[], object], runs: int = RUNS_PER_SIZE) -> float:
+    """The shortest of at least ``runs`` runs: what others on the machine cost is no property of it."""
     compute()
     best, start = float("inf"), time.perf_counter()
-    begin = start
-    for _ in range(1000):
+    begin, num_runs = start, 0
+    while num_runs < runs or begin - start < SECONDS_PER_SIZE:
         compute()
         end = time.perf_counter()
-        best, begin = min(best, end - begin), end
-        if end - start > SECONDS_PER_SIZE:
-            break
+        best, begin, num_runs = min(best, end - begin), end, num_runs + 1
     return best
 
 

@@ -59,11 +59,12 @@ def total_cost(products: Iterable[Product]) -> Cost:
 
 def predicted_seconds(product: Product, machine: Machine, training: bool) -> float:
     """Seconds of one product with the overhead of the call, in training with those of its gradients."""
-    m, k, n = product.m, product.k, product.n
+    m, k, n, itemsize = product.m, product.k, product.n, product.dtype.itemsize
     ceilings = machine.of(product.dtype)
-    copies = 2 * product.copied * product.dtype.itemsize / ceilings.bandwidth
-    forward = ceilings.seconds(m, k, n) + copies + machine.overhead
-    if not training:
-        return forward
-    gradients = ceilings.seconds(m, n, k) + ceilings.seconds(k, m, n)
-    return forward + gradients + copies + machine.gradient_overhead
+    copies = 2 * product.copied * itemsize / ceilings.bandwidth
+    seconds = ceilings.seconds(m, k, n) + machine.fresh_seconds(m * n * itemsize) + copies + machine.overhead
+    if training:
+        seconds += ceilings.seconds(m, n, k) + machine.fresh_seconds(m * k * itemsize)
+        seconds += ceilings.seconds(k, m, n) + machine.fresh_seconds(k * n * itemsize)
+        seconds += copies + machine.gradient_overhead
+    return seconds
