@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 __all__ = ["CPU_THREAD", "H200", "H200_TF32", "Ceilings", "Machine", "calibrated_cpu"]
 
@@ -33,9 +34,13 @@ class Ceilings:
     """``(k, share)``."""
     thin_columns: Table = ALWAYS_PEAK
     """``(n, share)``."""
+    overhead: float = 0.0
+    """Seconds of one product that has nothing to do, with the reshapes around it."""
+    gradient_overhead: float = 0.0
+    """The same for its two products in backward, with what autograd adds."""
 
     def rate(self, m: int, k: int, n: int) -> float:
-        """Floating-point operations per second of a product of these sizes, if bandwidth does not limit it."""
+        """Floating-point operations per second of a product of these sizes, if nothing else limits it."""
         share = min(_share(self.thin_rows, m), _share(self.thin_inner, k), _share(self.thin_columns, n))
         return self.flops * share
 
@@ -54,10 +59,6 @@ class Machine:
     """Where the figures come from; says so if nothing was measured here."""
     ceilings: tuple[Ceilings, ...]
     """One entry a dtype."""
-    overhead: float
-    """Seconds of one product that has nothing to do, with the reshapes around it."""
-    gradient_overhead: float
-    """The same for its two products in backward, with what autograd adds."""
     fresh_bandwidth: float = float("inf")
     """Bytes per second at which new memory from the system can be touched: a page fault every few kilobytes."""
     fresh_bytes: int = 1 << 25
@@ -85,40 +86,32 @@ class Machine:
 
 # A thread of a recent server CPU: rounded figures, assumed; `calibrated_cpu` measures the one at hand.
 _ASSUMED_THIN: Table = ((1, 0.15), (4, 0.3), (8, 0.45), (16, 0.7), (32, 0.9), (64, 1.0))
+_ASSUMED_TABLES = (_ASSUMED_THIN,) * 3
 CPU_THREAD = Machine(
     name="CPU thread",
     source="assumed, not measured here",
     ceilings=(
-        Ceilings(torch.float64, 50e9, 20e9, _ASSUMED_THIN, _ASSUMED_THIN, _ASSUMED_THIN),
-        Ceilings(torch.float32, 100e9, 20e9, _ASSUMED_THIN, _ASSUMED_THIN, _ASSUMED_THIN),
-        Ceilings(torch.bfloat16, 200e9, 20e9, _ASSUMED_THIN, _ASSUMED_THIN, _ASSUMED_THIN),
+        Ceilings(torch.float64, 50e9, 20e9, *_ASSUMED_TABLES, overhead=3e-6, gradient_overhead=3e-5),
+        Ceilings(torch.float32, 100e9, 20e9, *_ASSUMED_TABLES, overhead=3e-6, gradient_overhead=3e-5),
+        Ceilings(torch.bfloat16, 200e9, 20e9, *_ASSUMED_TABLES, overhead=2e-5, gradient_overhead=6e-5),
     ),
-    overhead=3e-6,
-    gradient_overhead=2e-5,
     fresh_bandwidth=3e9,
 )
-_H200_OTHERS = (
-    Ceilings(torch.float64, 50e12, 4.3e12),
-    Ceilings(torch.float16, 790e12, 4.3e12),
-    Ceilings(torch.bfloat16, 790e12, 4.3e12),
-)
-H200 = Machine(
-    name="H200",
-    source="published or assumed, not measured here",
-    ceilings=(*_H200_OTHERS, Ceilings(torch.float32, 50e12, 4.3e12)),
-    overhead=2e-6,  # of launches that a CUDA graph, or a queue that never runs empty, hides from the host
-    gradient_overhead=4e-6,
-)
-H200_TF32 = Machine(
-    name="H200, float32 products in TF32",
-    source=H200.source,
-    ceilings=(*_H200_OTHERS, Ceilings(torch.float32, 395e12, 4.3e12)),
-    overhead=H200.overhead,
-    gradient_overhead=H200.gradient_overhead,
-)
+
+
+def _h200(name: str, float32_flops: float) -> Machine:
+    rates = {torch.float64: 50e12, torch.float32: float32_flops, torch.float16: 790e12, torch.bfloat16: 790e12}
+    # overheads of launches that a CUDA graph, or a queue that never runs empty, hides from the host
+    ceilings = (Ceilings(*rate, 4.3e12, overhead=2e-6, gradient_overhead=4e-6) for rate in rates.items())
+    return Machine(name, "published or assumed, not measured here", tuple(ceilings))
+
+
+H200 = _h200("H200", 50e12)
+H200_TF32 = _h200("H200, float32 products in TF32", 395e12)
 
 SMALL_SIZES = (1, 4, 8, 16, 32, 64, 128)
 FULL_SIZE = 512
+TINY_SIZE = 32  # libraries for short dtypes take over from here on, and their calls cost more
 STREAMED_SIZE = 2048  # a matrix of this size does not fit into the caches of one core
 FRESH_ENTRIES = 10 * 2**20  # 40 MiB, more than allocators keep
 SECONDS_PER_SIZE, RUNS_PER_SIZE = 0.002, 8
@@ -136,26 +129,28 @@ def calibrated_cpu(dtype: torch.dtype = torch.float32) -> Machine:
 @functools.cache
 def _calibrate(dtype: torch.dtype, num_threads: int) -> Machine:
     wanted = dict.fromkeys((dtype, torch.promote_types(dtype, torch.float32)))
-    with torch.inference_mode():
-        ceilings = tuple(_measure_ceilings(each) for each in wanted)
-        tiny = torch.ones(8, 8)
-        overhead = _best_seconds(lambda: (tiny.reshape(8, 8) @ tiny.reshape(8, 8)).reshape(64))
     return Machine(
         name=f"this CPU, {num_threads} thread{'s' if num_threads > 1 else ''}",
         source="measured in this process",
-        ceilings=ceilings,
-        overhead=overhead,
-        gradient_overhead=_gradient_overhead(overhead),
+        ceilings=tuple(_measure_ceilings(each) for each in wanted),
         fresh_bandwidth=_fresh_bandwidth(),
     )
 
 
+@torch.inference_mode()
 def _measure_ceilings(dtype: torch.dtype) -> Ceilings:
-    full = FULL_SIZE
-    flops = _measure_rate(dtype, full, full, full)
+    full, (call, overhead, gradient_overhead) = FULL_SIZE, _overheads(dtype)
+
+    def rate(m: int, k: int, n: int) -> float:
+        # ones, not random numbers: a calibration must leave the generators of the program alone
+        left, right = torch.ones(m, k, dtype=dtype), torch.ones(k, n, dtype=dtype)
+        seconds = _best_seconds(lambda: left @ right)
+        return 2 * m * k * n / max(seconds - call, seconds / 2)
+
+    flops = rate(full, full, full)
 
     def table(sizes: Callable[[int], tuple[int, int, int]]) -> Table:
-        return (*((small, _measure_rate(dtype, *sizes(small)) / flops) for small in SMALL_SIZES), (full, 1.0))
+        return (*((small, rate(*sizes(small)) / flops) for small in SMALL_SIZES), (full, 1.0))
 
     row, matrix = torch.ones(1, STREAMED_SIZE, dtype=dtype), torch.ones(STREAMED_SIZE, STREAMED_SIZE, dtype=dtype)
     return Ceilings(
@@ -165,24 +160,24 @@ def _measure_ceilings(dtype: torch.dtype) -> Ceilings:
         thin_rows=table(lambda small: (small, full, full)),
         thin_inner=table(lambda small: (full, small, full)),
         thin_columns=table(lambda small: (full, full, small)),
+        overhead=overhead,
+        gradient_overhead=gradient_overhead,
     )
 
 
-def _measure_rate(dtype: torch.dtype, m: int, k: int, n: int) -> float:
-    # ones, not random numbers: a calibration must leave the generators of the program alone
-    left, right = torch.ones(m, k, dtype=dtype), torch.ones(k, n, dtype=dtype)
-    return 2 * m * k * n / _best_seconds(lambda: left @ right)
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _overheads(dtype: torch.dtype) -> tuple[float, float, float]:
+    """Seconds of a tiny product, of one with reshapes around it, and what the backward of that adds."""
+    tiny = torch.ones(TINY_SIZE, TINY_SIZE, dtype=dtype, requires_grad=True)
+    constant, seed = tiny.detach(), torch.ones(TINY_SIZE**2, dtype=dtype)
 
+    def forward(operand: Tensor) -> Tensor:
+        return (operand.view(constant.shape) @ operand.view(constant.shape)).view(-1)
 
-def _gradient_overhead(overhead: float) -> float:
-    with torch.inference_mode(False), torch.enable_grad():
-        tiny = torch.ones(8, 8, requires_grad=True)
-        seed = torch.ones(64)
-
-        def step() -> object:
-            return torch.autograd.grad((tiny.reshape(8, 8) @ tiny.reshape(8, 8)).reshape(64), tiny, seed)
-
-        return max(_best_seconds(step) - overhead, 0.0)
+    alone = _best_seconds(lambda: forward(constant))
+    both = _best_seconds(lambda: torch.autograd.grad(forward(tiny), tiny, seed))
+    return _best_seconds(lambda: constant @ constant), alone, max(both - alone, 0.0)
 
 
 def _fresh_bandwidth() -> float:

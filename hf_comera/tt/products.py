@@ -62,9 +62,9 @@ def predicted_seconds(product: Product, machine: Machine, training: bool) -> flo
     m, k, n, itemsize = product.m, product.k, product.n, product.dtype.itemsize
     ceilings = machine.of(product.dtype)
     copies = 2 * product.copied * itemsize / ceilings.bandwidth
-    seconds = ceilings.seconds(m, k, n) + machine.fresh_seconds(m * n * itemsize) + copies + machine.overhead
+    seconds = ceilings.seconds(m, k, n) + machine.fresh_seconds(m * n * itemsize) + copies + ceilings.overhead
     if training:
         seconds += ceilings.seconds(m, n, k) + machine.fresh_seconds(m * k * itemsize)
         seconds += ceilings.seconds(k, m, n) + machine.fresh_seconds(k * n * itemsize)
-        seconds += copies + machine.gradient_overhead
+        seconds += copies + ceilings.gradient_overhead
     return seconds

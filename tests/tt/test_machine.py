@@ -23,7 +23,7 @@ def test_a_product_is_limited_by_flops_or_by_bytes():
 
 
 def test_large_results_cost_new_memory():
-    machine = Machine("new", "a test", (), 0.0, 0.0, fresh_bandwidth=10.0, fresh_bytes=100)
+    machine = Machine("new", "a test", (), fresh_bandwidth=10.0, fresh_bytes=100)
     assert (machine.fresh_seconds(99), machine.fresh_seconds(100)) == (0.0, 10.0)
 
 
@@ -37,7 +37,7 @@ def test_presets_know_the_usual_dtypes_and_say_that_they_are_no_measurements(mac
 
 def test_a_dtype_without_ceilings_takes_those_of_a_wider_one():
     assert CPU_THREAD.of(torch.float16).dtype == torch.float32
-    narrow = Machine("narrow", "a test", (Ceilings(torch.bfloat16, 1.0, 1.0),), 0.0, 0.0)
+    narrow = Machine("narrow", "a test", (Ceilings(torch.bfloat16, 1.0, 1.0),))
     with pytest.raises(ValueError, match="'narrow' has ceilings for torch"):
         narrow.of(torch.float32)
 
@@ -52,5 +52,5 @@ def test_calibration_is_quick_once_a_process_and_leaves_random_numbers_alone():
     assert machine.source == "measured in this process"
     assert machine.name == "this CPU, 1 thread"
     ceilings = machine.of(torch.float32)
-    assert min(ceilings.flops, ceilings.bandwidth, machine.overhead, machine.fresh_bandwidth) > 0
+    assert min(ceilings.flops, ceilings.bandwidth, ceilings.overhead, machine.fresh_bandwidth) > 0
     assert {entry.dtype for entry in calibrated_cpu(torch.bfloat16).ceilings} == {torch.float32, torch.bfloat16}

@@ -107,7 +107,7 @@ def test_bytes_count_each_operand_and_each_result_once():
 
 @pytest.mark.parametrize(("in_factors", "out_factors", "ranks"), [layer[:3] for layer in LAYERS])
 def test_cores_are_multiplied_in_the_cheapest_of_all_orders(in_factors, out_factors, ranks):
-    only_flops = Machine("flops", "a test", (Ceilings(torch.float64, 1.0, math.inf),), 0.0, 0.0)
+    only_flops = Machine("flops", "a test", (Ceilings(torch.float64, 1.0, math.inf),))
     factors, bonds = (*in_factors, *out_factors), (1, *ranks, 1)
 
     @functools.cache
