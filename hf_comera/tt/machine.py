@@ -129,12 +129,13 @@ def calibrated_cpu(dtype: torch.dtype = torch.float32) -> Machine:
 @functools.cache
 def _calibrate(dtype: torch.dtype, num_threads: int) -> Machine:
     wanted = dict.fromkeys((dtype, torch.promote_types(dtype, torch.float32)))
-    return Machine(
-        name=f"this CPU, {num_threads} thread{'s' if num_threads > 1 else ''}",
-        source="measured in this process",
-        ceilings=tuple(_measure_ceilings(each) for each in wanted),
-        fresh_bandwidth=_fresh_bandwidth(),
-    )
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):  # whatever the caller is in the middle of
+        return Machine(
+            name=f"this CPU, {num_threads} thread{'s' if num_threads > 1 else ''}",
+            source="measured in this process",
+            ceilings=tuple(_measure_ceilings(each) for each in wanted),
+            fresh_bandwidth=_fresh_bandwidth(),
+        )
 
 
 @torch.inference_mode()
@@ -182,9 +183,9 @@ def _overheads(dtype: torch.dtype) -> tuple[float, float, float]:
 
 def _fresh_bandwidth() -> float:
     """Of filling new memory, with the time taken out that filling memory takes anyway."""
-    kept = torch.empty(FRESH_ENTRIES)
+    kept = torch.empty(FRESH_ENTRIES, dtype=torch.float32)
     again = _best_seconds(lambda: kept.fill_(1.0), runs=3)
-    first = _best_seconds(lambda: torch.empty(FRESH_ENTRIES).fill_(1.0), runs=3)
+    first = _best_seconds(lambda: torch.empty_like(kept).fill_(1.0), runs=3)
     return kept.nbytes / max(first - again, 1e-9)
 
 

@@ -54,3 +54,9 @@ def test_calibration_is_quick_once_a_process_and_leaves_random_numbers_alone():
     ceilings = machine.of(torch.float32)
     assert min(ceilings.flops, ceilings.bandwidth, ceilings.overhead, machine.fresh_bandwidth) > 0
     assert {entry.dtype for entry in calibrated_cpu(torch.bfloat16).ceilings} == {torch.float32, torch.bfloat16}
+
+
+def test_calibration_is_one_of_this_cpu_in_the_dtype_asked_for_wherever_it_is_called():
+    with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        ceilings = calibrated_cpu(torch.float64).of(torch.float64)
+    assert 0 < ceilings.flops < 20e12, "products on the meta device would take no time"
