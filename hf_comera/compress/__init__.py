@@ -1,6 +1,7 @@
-"""From (model, config) to a compressed model: targets, plan, surgery, sizes, ranks."""
+"""From (model, config) to a compressed model: targets, plan, surgery, sizes, ranks, costs."""
 
 from hf_comera.compress.config import ComeraConfig
+from hf_comera.compress.explain import Explanation, explain
 from hf_comera.compress.plan import CompressionPlan, LayerPlan, plan
 from hf_comera.compress.rank_report import RankReport, rank_report
 from hf_comera.compress.size import SizeReport, print_trainable_parameters, size_report
@@ -8,9 +9,11 @@ from hf_comera.compress.size import SizeReport, print_trainable_parameters, size
 __all__ = [
     "ComeraConfig",
     "CompressionPlan",
+    "Explanation",
     "LayerPlan",
     "RankReport",
     "SizeReport",
+    "explain",
     "plan",
     "print_trainable_parameters",
     "rank_report",

@@ -1,0 +1,151 @@
+"""``FamilyCost``: FLOPs, bytes and predicted seconds of a layer of a family of equal ones, and of its dense twin."""
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from hf_comera.modules import TTLinear, TTMEmbedding
+from hf_comera.ops.tt_linear import RANK_MULTIPLE
+from hf_comera.ops.ttm_tables import half_tables
+from hf_comera.tt.machine import Machine
+from hf_comera.tt.path import ContractionPath, candidate_paths, plan_path
+from hf_comera.tt.products import Cost, Product, predicted_seconds, total_cost
+
+__all__ = ["FamilyCost", "embedding_cost", "linear_cost"]
+
+REMOVED = "removed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyCost:
+    """A family of equal layers. Costs are those of one of them."""
+
+    layers: tuple[str, ...]
+    in_size: int
+    out_size: int
+    in_factors: tuple[int, ...]
+    out_factors: tuple[int, ...]
+    ranks: tuple[int, ...]
+    rows: int
+    """Rows of the input, or ids that are looked up."""
+    path: str
+    """Label of the contraction path; how many lookups of an embedding, ``"removed"`` where no rank is left."""
+    flops: int
+    dense_flops: int
+    bytes: int
+    """Read and written."""
+    dense_bytes: int
+    seconds: float | None = None
+    """Predicted; None for embeddings, whose time is that of scattered reads."""
+    dense_seconds: float | None = None
+    forbidden_path: str | None = None
+    """The path that would take less time if there were no rank activation."""
+
+    @property
+    def count(self) -> int:
+        """How many layers."""
+        return len(self.layers)
+
+    @property
+    def speedup(self) -> float | None:
+        """Predicted time of a dense layer over that of one of these."""
+        return self.dense_seconds / self.seconds if self.seconds and self.dense_seconds else None
+
+    @property
+    def label(self) -> str:
+        """The last two parts of the names, without numbers and repetitions."""
+        plain = (re.sub(r"(^|\.)\d+(?=\.|$)", "", name).lstrip(".") for name in self.layers)
+        return ", ".join(dict.fromkeys(".".join(name.split(".")[-2:]) for name in plain)) or self.layers[0]
+
+
+def linear_cost(
+    names: tuple[str, ...], layer: TTLinear, rows: int, training: bool, machine: Machine, dtype: torch.dtype
+) -> FamilyCost:
+    """One TT linear and the dense layer that it replaces, both without bias."""
+    dense = Product("apply", "y", rows, layer.in_features, layer.out_features, dtype)
+    dense_cost = total_cost((dense, *dense.gradients()) if training else (dense,))
+    best, path = (None, None) if layer.is_removed else _paths(layer, rows, training, machine, dtype)
+    cost = Cost() if path is None else path.cost()
+    return FamilyCost(
+        layers=names,
+        in_size=layer.in_features,
+        out_size=layer.out_features,
+        in_factors=layer.in_factors,
+        out_factors=layer.out_factors,
+        ranks=layer.ranks,
+        rows=rows,
+        path=REMOVED if path is None else path.label,
+        flops=2 * cost.multiplications,
+        dense_flops=2 * dense_cost.multiplications,
+        bytes=cost.bytes,
+        dense_bytes=dense_cost.bytes,
+        seconds=None if path is None else path.seconds,
+        dense_seconds=None if path is None else predicted_seconds(dense, machine, training),
+        forbidden_path=None if best is path or best is None else best.label,
+    )
+
+
+def _paths(
+    layer: TTLinear, rows: int, training: bool, machine: Machine, dtype: torch.dtype
+) -> tuple[ContractionPath, ContractionPath]:
+    """The path with the least predicted time, and among those that the layer may take."""
+    ranks, middle = list(layer.ranks), len(layer.in_factors) - 1
+    ranks[middle] = -(-ranks[middle] // RANK_MULTIPLE) * RANK_MULTIPLE  # as the operator computes
+    best = plan_path(
+        layer.in_factors,
+        layer.out_factors,
+        ranks,
+        rows,
+        training=training,
+        halves_cached=not training,
+        machine=machine,
+        dtype=dtype,
+        in_features=layer.in_features,
+        out_features=layer.out_features,
+    )
+    if layer.rank_activation is None:
+        return best, best
+    return best, next(path for path in candidate_paths(best.problem) if path.kind == "two-sided")
+
+
+def embedding_cost(names: tuple[str, ...], layer: TTMEmbedding, ids: int, training: bool) -> FamilyCost:
+    """One embedding, all ids taken to be different, and a dense table, whose gradient is as large as the table."""
+    num_embeddings, embedding_dim = layer.weight_shape()
+    row_bytes = embedding_dim * layer.cores()[0].dtype.itemsize
+    dense_bytes = 2 * ids * row_bytes + training * (ids + num_embeddings) * row_bytes
+    flops, num_bytes = (0, 0) if layer.is_removed else _lookup_cost(layer, ids, training)
+    return FamilyCost(
+        layers=names,
+        in_size=num_embeddings,
+        out_size=embedding_dim,
+        in_factors=layer.in_factors,
+        out_factors=layer.out_factors,
+        ranks=layer.ranks,
+        rows=ids,
+        path=REMOVED if layer.is_removed else f"lookup of {ids:,}",
+        flops=flops,
+        dense_flops=0,
+        bytes=num_bytes,
+        dense_bytes=dense_bytes,
+    )
+
+
+def _lookup_cost(layer: TTMEmbedding, ids: int, training: bool) -> tuple[int, int]:
+    """FLOPs and bytes: both half tables, then a gathered piece of each and a small product for every id."""
+    tables = half_tables([torch.empty_like(core, device="meta") for core in layer.cores()])
+    (_, hidden, rank), columns, split = tables.left.shape, tables.right.shape[2], tables.split
+    left = zip(tables.prefixes[1:], tables.cores[1:split], strict=True)
+    right = zip(tables.suffixes[:-1], tables.cores[split:-1], strict=True)
+    multiplications = sum(prefix.numel() * core.shape[0] for prefix, core in left)
+    multiplications += sum(suffix.numel() * core.shape[-1] for suffix, core in right)
+    multiplications += ids * hidden * rank * columns
+    chain_bytes = sum(each.nbytes for each in (*tables.cores, *tables.prefixes, *tables.suffixes))
+    gathered = ids * rank * (hidden + columns) * tables.left.dtype.itemsize
+    row_bytes = ids * layer.weight_shape()[1] * layer.cores()[0].dtype.itemsize
+    forward = chain_bytes + 2 * gathered + row_bytes  # pieces are written once and read once
+    if not training:
+        return 2 * multiplications, forward
+    # tables and pieces are made again; the gradients of rows are read, those of pieces and of tables written and read
+    backward = chain_bytes + 2 * gathered + row_bytes + 2 * gathered + 2 * chain_bytes
+    return 6 * multiplications, forward + backward

@@ -1,0 +1,73 @@
+"""Notes on what keeps a compressed model from being fast here, each with the reason and what to do."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from hf_comera.compress.family_costs import FamilyCost
+from hf_comera.modules import TiedHead
+from hf_comera.tt.machine import Machine
+
+__all__ = ["speed_notes"]
+
+LARGE = 512  # a product of this size in all directions runs at full speed
+
+
+def speed_notes(
+    model: nn.Module, rows: Sequence[FamilyCost], device: torch.device, dtype: torch.dtype, machine: Machine
+) -> tuple[str, ...]:
+    """All notes that apply, the most general first."""
+    return (*_about_the_machine(device), *_about_the_dtype(device, dtype, machine), *_about_the_model(model, rows))
+
+
+def _about_the_machine(device: torch.device) -> Iterator[str]:
+    if not torch.cuda.is_available():
+        yield "No GPU: torch finds no CUDA device, so the model runs on the CPU."
+    elif device.type != "cuda":
+        yield f"A GPU is there, but the model is on {device.type!r}: model.to('cuda') moves it."
+    if shutil.which("nvcc") is None:
+        yield "No nvcc on the PATH: CUDA sources cannot be built, so operators run in plain torch."
+
+
+def _about_the_dtype(device: torch.device, dtype: torch.dtype, machine: Machine) -> Iterator[str]:
+    name = str(dtype).removeprefix("torch.")
+    rate, single = (machine.of(each).rate(LARGE, LARGE, LARGE) for each in (dtype, torch.float32))
+    if dtype == torch.float64:
+        yield "dtype float64: twice the bytes of float32 and half its speed at best; models train in float32 or less."
+    elif dtype.itemsize < 4 and rate <= single:
+        yield f"dtype {name}: products run no faster than in float32 here ({rate / single:.1f}x); it saves bytes only."
+    elif dtype == torch.float32 and device.type == "cuda":
+        gain = machine.of(torch.bfloat16).flops / single
+        yield f"dtype float32: bfloat16 (bf16=True of the Trainer) multiplies up to {gain:.0f}x faster."
+
+
+def _about_the_model(model: nn.Module, rows: Sequence[FamilyCost]) -> Iterator[str]:
+    if not rows:
+        yield (
+            "No layer is in tensor-train form. Compress the model with get_comera_model(model, ComeraConfig(rank=30))."
+        )
+    slow = [row for row in rows if row.speedup is not None and row.speedup < 1 and row.path != "dense"]
+    if slow:
+        yield (
+            f"No faster than dense: {'; '.join(map(_named, slow))}. {slow[0].rows:,} rows of these sizes are too "
+            "little work for these ranks. More rows in a batch, lower ranks, or exclude_modules."
+        )
+    dense = [row for row in rows if row.path == "dense"]
+    if dense:
+        yield (
+            f"The dense matrix, built from the train, is the soonest way: {'; '.join(map(_named, dense))}. At these "
+            "ranks a train saves parameters, not time; lower the rank for speed."
+        )
+    forbidden = [row for row in rows if row.forbidden_path is not None]
+    if forbidden:
+        paths = "; ".join(f"{row.label} ({row.forbidden_path})" for row in forbidden)
+        yield f"A path that would be faster is forbidden by the rank activation, which needs the code: {paths}."
+    heads = [name for name, module in model.named_modules() if isinstance(module, TiedHead)]
+    if heads:
+        yield f"Not in the table: {', '.join(heads)}, which multiplies with the table of the embedding."
+
+
+def _named(row: FamilyCost) -> str:
+    return f"{row.label} ({row.in_size} x {row.out_size}, {row.speedup:.1f}x)"

@@ -1,0 +1,163 @@
+"""hf_comera/compress/explain.py: a row for each family of layers, costs of what runs, what is in the way."""
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hf_comera import ComeraConfig, explain, get_comera_model
+from hf_comera.compress.explain import WIDTH
+from hf_comera.modules import TTLinear, TTMEmbedding
+from hf_comera.tt.machine import CPU_THREAD, H200
+from tests.architectures import ARCHITECTURES
+
+# kinds of layers that are equal to each other: count, the last parts of their names
+FAMILIES = {
+    "bert-mlm": {
+        1: ["embeddings.word_embeddings"],
+        8: ["self.query", "self.key", "self.value", "output.dense"],
+        2: ["intermediate.dense", "output.dense"],
+    },
+    "gpt2": {1: ["transformer.wte"], 2: ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]},
+    "llama-tied": {
+        1: ["model.embed_tokens"],
+        4: ["self_attn.q_proj, self_attn.o_proj", "self_attn.k_proj, self_attn.v_proj", "mlp.gate_proj, mlp.up_proj"],
+        2: ["mlp.down_proj"],
+    },
+}
+
+
+def compressed(name, **settings):
+    architecture = ARCHITECTURES[name]
+    return get_comera_model(
+        architecture.auto_class, ComeraConfig(**{"rank": 4} | settings), config=architecture.new_config()
+    )
+
+
+def notes(model, **settings):
+    return " ".join(explain(model, 2, 9, **{"machine": CPU_THREAD} | settings).notes)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_there_is_a_row_for_each_family_and_all_of_it_is_printed(name, training):
+    explanation = explain(compressed(name), 2, 9, training=training, machine=CPU_THREAD)
+    assert sum(row.count for row in explanation.rows) == ARCHITECTURES[name].num_layers
+    found = {(row.count, label) for row in explanation.rows for label in (row.label, *row.label.split(", "))}
+    for count, labels in FAMILIES[name].items():
+        assert {(count, label) for label in labels} <= found
+    text = str(explanation)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert f"All linear layers together: {explanation.speedup:.1f}x" in " ".join(text.split())
+    assert "assumed, not measured here" in " ".join(text.split())
+    for row in explanation.rows:
+        assert row.rows == 18
+        assert row.bytes > 0 < row.dense_bytes
+
+
+def test_flops_are_those_of_the_path_and_of_the_dense_layer():
+    layer, dense = TTLinear(24, 30, ranks=8), nn.Linear(24, 30)
+    x = torch.randn(18, 24, requires_grad=True)
+    (row,) = explain(nn.ModuleDict({"one": layer}), 2, 9, machine=CPU_THREAD).rows
+    with FlopCounterMode(display=False) as counter:
+        dense(x).sum().backward()
+    assert row.dense_flops == counter.get_total_flops()
+    assert (row.path, row.label, row.speedup) == ("two-sided", "one", row.dense_seconds / row.seconds)
+    small, large = (explain(nn.ModuleDict({"one": layer}), 2, n, machine=CPU_THREAD).rows[0] for n in (9, 90))
+    assert large.dense_flops == 10 * small.dense_flops
+    assert large.flops < 10 * small.flops, "cores are contracted once, however many rows there are"
+
+
+def test_an_embedding_has_lookups_and_no_predicted_time():
+    model = nn.ModuleDict({"table": TTMEmbedding(1000, 64, ranks=8)})
+    (training,), (inference,) = (
+        explain(model, 2, 9, training=training, machine=CPU_THREAD).rows for training in (True, False)
+    )
+    assert (inference.path, inference.speedup) == ("lookup of 18", None)
+    assert inference.dense_bytes == 2 * 18 * 64 * 4
+    assert training.dense_bytes == inference.dense_bytes + (18 + 1000) * 64 * 4, (
+        "the gradient of a dense table is dense"
+    )
+    assert training.flops == 3 * inference.flops > 0
+    assert training.bytes > inference.bytes
+
+
+def test_removed_layers_cost_nothing():
+    model = nn.ModuleDict({"a": TTLinear(12, 12, ranks=(0,) * 5), "b": TTMEmbedding(57, 11, ranks=(0, 0, 0))})
+    for row in explain(model, 2, 9, machine=CPU_THREAD).rows:
+        assert (row.path, row.flops, row.bytes, row.speedup) == ("removed", 0, 0, None)
+
+
+def test_large_ranks_are_told_to_go_dense_unless_an_activation_forbids_it():
+    settings = {"in_factors": (12, 8, 8), "out_factors": (8, 8, 12), "ranks": 768, "device": "meta"}
+    free = nn.ModuleDict({"query": TTLinear(768, 768, **settings)})
+    bound = nn.ModuleDict({"query": TTLinear(768, 768, rank_activation="silu", **settings)})
+    (row,) = explain(free, 32, 128, machine=H200).rows
+    assert (row.path, row.forbidden_path) == ("dense", None)
+    assert "is the soonest way: query (768 x 768," in " ".join(explain(free, 32, 128, machine=H200).notes)
+    (row,) = explain(bound, 32, 128, machine=H200).rows
+    assert (row.path, row.forbidden_path) == ("two-sided", "dense")
+    assert "forbidden by the rank activation, which needs the code: query (dense)" in " ".join(
+        explain(bound, 32, 128, machine=H200).notes
+    )
+
+
+def test_what_is_too_small_is_named():
+    config = LlamaConfig(
+        hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=241
+    )
+    model = get_comera_model(AutoModelForCausalLM, ComeraConfig(rank=8), config=config)
+    assert "No faster than dense: self_attn.q_proj, self_attn.k_proj, self_attn.v_proj" in notes(model)
+    large = nn.ModuleDict({"query": TTLinear(3072, 3072, ranks=8, device="meta")})
+    assert "No faster than dense" not in " ".join(explain(large, 32, 128, machine=CPU_THREAD).notes)
+
+
+def test_notes_on_the_machine(monkeypatch):
+    model = compressed("bert-mlm")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "No GPU" in notes(model)
+    assert "No nvcc on the PATH" in notes(model)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert "A GPU is there, but the model is on 'cpu'" in notes(model)
+    assert "nvcc" not in notes(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float64, "twice the bytes of float32"), (torch.float16, "products run no faster than in float32")],
+)
+def test_notes_on_the_dtype(dtype, expected):
+    model = nn.ModuleDict({"query": TTLinear(48, 48, dtype=dtype)})
+    assert expected in notes(model)
+    assert expected not in notes(model.bfloat16())
+
+
+def test_autocast_decides_the_dtype():
+    model = nn.ModuleDict({"query": TTLinear(64, 64, ranks=8)})
+    plain = explain(model, 2, 9, training=False, machine=CPU_THREAD).rows[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        halved = explain(model, 2, 9, training=False, machine=CPU_THREAD).rows[0]
+    assert (2 * halved.bytes, 2 * halved.dense_bytes) == (plain.bytes, plain.dense_bytes)
+
+
+def test_tied_heads_and_dense_models_are_said_to_be_missing():
+    assert "Not in the table: cls.predictions.decoder" in notes(compressed("bert-mlm"))
+    dense = explain(nn.Linear(3, 3), 2, 9, machine=CPU_THREAD)
+    assert (dense.rows, dense.speedup) == ((), None)
+    assert "No layer is in tensor-train form" in str(dense)
+
+
+def test_without_a_machine_this_one_is_calibrated():
+    explanation = explain(compressed("gpt2"), 2, 9)
+    assert explanation.machine.source == "measured in this process"
+
+
+@pytest.mark.parametrize("sizes", [(0, 9), (2, -1)])
+def test_sizes_must_be_positive(sizes):
+    with pytest.raises(ValueError, match="must be at least 1, for example explain"):
+        explain(nn.Linear(3, 3), *sizes)
