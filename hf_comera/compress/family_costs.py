@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from hf_comera.modules import TTLinear, TTMEmbedding
-from hf_comera.ops.tt_linear import RANK_MULTIPLE
 from hf_comera.ops.ttm_tables import half_tables
 from hf_comera.tt.machine import Machine
-from hf_comera.tt.path import ContractionPath, candidate_paths, plan_path
+from hf_comera.tt.path import ContractionPath, candidate_paths
 from hf_comera.tt.products import Cost, Product, predicted_seconds, total_cost
 
 __all__ = ["FamilyCost", "embedding_cost", "linear_cost"]
@@ -82,31 +81,20 @@ def linear_cost(
         dense_bytes=dense_cost.bytes,
         seconds=None if path is None else path.seconds,
         dense_seconds=None if path is None else predicted_seconds(dense, machine, training),
-        forbidden_path=None if best is path or best is None else best.label,
+        forbidden_path=best.label if layer.rank_activation and best is not path and best else None,
     )
 
 
 def _paths(
     layer: TTLinear, rows: int, training: bool, machine: Machine, dtype: torch.dtype
 ) -> tuple[ContractionPath, ContractionPath]:
-    """The path with the least predicted time, and among those that the layer may take."""
-    ranks, middle = list(layer.ranks), len(layer.in_factors) - 1
-    ranks[middle] = -(-ranks[middle] // RANK_MULTIPLE) * RANK_MULTIPLE  # as the operator computes
-    best = plan_path(
-        layer.in_factors,
-        layer.out_factors,
-        ranks,
-        rows,
-        training=training,
-        halves_cached=not training,
-        machine=machine,
-        dtype=dtype,
-        in_features=layer.in_features,
-        out_features=layer.out_features,
-    )
-    if layer.rank_activation is None:
-        return best, best
-    return best, next(path for path in candidate_paths(best.problem) if path.kind == "two-sided")
+    """The path with the least predicted time, and the one that the layer takes.
+
+    A training step is charged with its share of what builds the halves.
+    """
+    taken = layer.path(rows, dtype, training=training)
+    paths = candidate_paths(taken.problem._replace(machine=machine, halves_cached=not training))
+    return paths[0], next(path for path in paths if path.label == taken.label)
 
 
 def embedding_cost(names: tuple[str, ...], layer: TTMEmbedding, ids: int, training: bool) -> FamilyCost:

@@ -14,8 +14,9 @@ devices ``layer.train()``, ``layer.eval()`` or a step of an optimizer make halve
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +28,9 @@ from hf_comera.ops.precision import without_autocast
 if TYPE_CHECKING:
     from hf_comera.modules.tt_linear import TTLinear
 
-__all__ = ["HalvesBank"]
+__all__ = ["HalvesBank", "can_share"]
+
+T = TypeVar("T")
 
 _PROBES = 4
 """Entries of a core that are compared to see edits which torch does not count."""
@@ -61,6 +64,16 @@ class HalvesBank:
             with without_autocast(layer.core_0):
                 entry = self._build(layer, dtype)
         return entry.left, entry.right
+
+    def kept(self, layer: TTLinear, dtype: torch.dtype, label: str, build: Callable[[], T]) -> T:
+        """What ``build`` makes of the cores of ``layer``, without a gradient; kept for as long as the halves hold."""
+        self.halves(layer, dtype)
+        entry = self._entries[layer]
+        assert entry is not None
+        if label not in entry.others:
+            with without_autocast(layer.core_0):
+                entry.others[label] = build()
+        return entry.others[label]
 
     def drop(self, layer: TTLinear) -> None:
         """Free the halves of ``layer``, which stays a member."""
@@ -116,6 +129,7 @@ class _Entry:
     dtype: torch.dtype
     sides: tuple[Side, Side]
     stamp: _Stamp
+    others: dict[str, Any] = field(default_factory=dict)
 
     def holds(self, tensors: list[Tensor], dtype: torch.dtype) -> bool:
         """Whether the halves can be used once more, for a layer with these cores and gates."""

@@ -1,6 +1,7 @@
 """``TTLinear``: a drop-in for ``nn.Linear`` (and GPT-2's ``Conv1D``) whose weight is a tensor train."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,12 +11,16 @@ from hf_comera.modules.base import TensorTrainModule, removed_output
 from hf_comera.modules.halves_bank import HalvesBank, can_share
 from hf_comera.modules.joined import JoinedProjections
 from hf_comera.modules.wide_hidden import WideHidden, pays
-from hf_comera.ops.halves import layer_halves
+from hf_comera.ops.halves import layer_halves, padded_rank
+from hf_comera.ops.path_linear import dense_linear, path_linear
 from hf_comera.ops.precision import autocast_input, chain_dtype, without_autocast
 from hf_comera.ops.rank_activation import check_rank_activation, shrinkage
 from hf_comera.ops.tt_linear import activate, from_code, to_code
+from hf_comera.tt.contraction import apply_parts, build_parts
 from hf_comera.tt.cores import contract_left, contract_right, core_shapes, draw_cores
 from hf_comera.tt.decomposition import tt_svd
+from hf_comera.tt.machine import CPU_THREAD, H200
+from hf_comera.tt.path import ContractionPath, candidate_paths, plan_path
 from hf_comera.tt.shapes import check_factors, factorize, useful_ranks
 
 __all__ = ["TTLinear"]
@@ -111,6 +116,8 @@ class TTLinear(TensorTrainModule):
             )
         if self.is_removed:
             return removed_output(x, self.out_features, self.bias)
+        if not isinstance(x, WideHidden) and (path := self._other_path(x)) is not None:
+            return self._along(path, x)
         left, right = self._halves(autocast_input(x).dtype)
         if isinstance(x, WideHidden):
             code = x.code(left)
@@ -120,6 +127,35 @@ class TTLinear(TensorTrainModule):
         if self.is_wide and not self._forward_hooks and pays(x, self.out_features):
             return WideHidden.of(code, right, self.bias)
         return from_code(code, right, self.bias)
+
+    def path(self, rows: int, dtype: torch.dtype, *, training: bool) -> ContractionPath:
+        """The contraction path that the layer takes for ``rows`` rows of input, once ranks are rounded up.
+
+        It is planned for assumed speeds of a device, so that it is the same in every process and after a restart.
+        """
+        sizes = (self.in_factors, self.out_factors, self.in_features, self.out_features)
+        return _planned(sizes, self.ranks, max(1, rows), dtype, training, self.core_0.is_cuda, self.rank_activation)
+
+    def _other_path(self, x: Tensor) -> ContractionPath | None:
+        """The path to take, if it is not the two-sided one; None also in compiled code, which cannot plan."""
+        if self.rank_activation is not None or torch.compiler.is_compiling():
+            return None
+        training = torch.is_grad_enabled() and (x.requires_grad or self.core_0.requires_grad)
+        path = self.path(x.numel() // self.in_features, autocast_input(x).dtype, training=training)
+        return None if path.kind == "two-sided" else path
+
+    def _along(self, path: ContractionPath, x: Tensor) -> Tensor:
+        """What the layer computes, along a path that is not two-sided; its parts are kept where nothing trains."""
+        dtype = autocast_input(x).dtype
+        if not torch.is_grad_enabled() and can_share(self.train_parameters()):
+            cores = [core.to(chain_dtype(core)) for core in self.gated_cores()]
+            parts = self.halves_bank.kept(self, dtype, path.label, lambda: build_parts(cores, path, dtype))
+            with without_autocast(x):
+                y = apply_parts(x.to(dtype), parts, path)
+                return y if self.bias is None else y + self.bias.to(dtype)
+        if path.kind == "dense":
+            return dense_linear(x, *self._halves(dtype), self.bias)
+        return path_linear(x, self.gated_cores(), path, self.bias)
 
     def _halves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``left (R, in_features)`` and ``right (R, out_features)`` in ``dtype``; R is the padded middle rank."""
@@ -203,3 +239,32 @@ class TTLinear(TensorTrainModule):
             f"{self.in_features}, {self.out_features}, in_factors={self.in_factors}, out_factors={self.out_factors}, "
             f"ranks={self.ranks}, bias={self.bias is not None}{activation}"
         )
+
+
+@lru_cache(maxsize=4096)
+def _planned(
+    sizes: tuple[Any, ...],
+    ranks: tuple[int, ...],
+    rows: int,
+    dtype: torch.dtype,
+    training: bool,
+    on_gpu: bool,
+    rank_activation: str | None,
+) -> ContractionPath:
+    in_factors, out_factors, in_features, out_features = sizes
+    middle = len(in_factors) - 1
+    best = plan_path(
+        in_factors,
+        out_factors,
+        (*ranks[:middle], padded_rank(ranks[middle]), *ranks[middle + 1 :]),
+        rows,
+        training=training,
+        halves_cached=True,
+        machine=H200 if on_gpu else CPU_THREAD,
+        dtype=dtype,
+        in_features=in_features,
+        out_features=out_features,
+    )
+    if rank_activation is None:
+        return best
+    return next(path for path in candidate_paths(best.problem) if path.kind == "two-sided")

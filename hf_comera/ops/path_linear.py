@@ -49,11 +49,11 @@ def path_linear(x: Tensor, cores: Sequence[Tensor], path: ContractionPath, bias:
 
 
 def dense_linear(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ (left @ right) + bias``: the dense path from halves that are at hand; differentiable in all four.
+    """``x @ (left.T @ right) + bias``: the dense path from halves that are at hand; differentiable in all four.
 
     Args:
         x: Input. Under autocast it is cast first.
-        left: ``(in_features, R)``; rounded to the dtype of ``x``, in which the matrix is multiplied.
+        left: ``(R, in_features)``; rounded to the dtype of ``x``, in which the matrix is multiplied.
         right: ``(R, out_features)``, likewise.
         bias: ``(out_features,)`` or None.
 
@@ -62,5 +62,5 @@ def dense_linear(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = N
     """
     x = autocast_input(x)
     with without_autocast(x):
-        weight_OI = right.to(x.dtype).T @ left.to(x.dtype).T
+        weight_OI = right.to(x.dtype).T @ left.to(x.dtype)
         return functional.linear(x, weight_OI, None if bias is None else bias.to(x.dtype))

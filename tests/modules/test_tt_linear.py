@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from hf_comera.modules import TTLinear
+from hf_comera.modules import tt_linear as tt_linear_module
 from hf_comera.ops.rank_activation import RANK_ACTIVATIONS
 from tests.dense_references import dense_halves
 
@@ -143,3 +144,44 @@ def test_outputs_start_with_the_deviation_of_a_dense_layer(rank_activation, std)
     layer.reset_parameters(std)
     deviation = layer(torch.randn(4000, 64)).std().item()
     assert deviation == pytest.approx(std * 64**0.5, rel=0.1)
+
+
+PATHS = [  # (in_features, out_features, ranks, rows, kind of the path)
+    pytest.param(768, 768, 30, 4096, "two-sided", id="low-rank"),
+    pytest.param(48, 48, 48, 4096, "dense", id="full-rank"),
+    pytest.param(64, 64, (1, 16, 64, 16, 1), 2048, "split", id="rank-one-beside-the-middle"),
+]
+
+
+@pytest.mark.parametrize(("in_features", "out_features", "ranks", "rows", "kind"), PATHS)
+def test_the_planned_path_is_taken_and_computes_the_same(in_features, out_features, ranks, rows, kind, monkeypatch):
+    layer = TTLinear(in_features, out_features, ranks=ranks)
+    taken = []
+    for name in ("dense_linear", "path_linear"):
+        original = getattr(tt_linear_module, name)
+        record = lambda *args, name=name, original=original: taken.append(name) or original(*args)  # noqa: E731
+        monkeypatch.setattr(tt_linear_module, name, record)
+    x = torch.randn(rows, in_features, requires_grad=True)
+    assert layer.path(rows, torch.float32, training=True).kind == kind
+    y, expected = layer(x), nn.functional.linear(x, layer.dense(), layer.bias)
+    assert taken == {"two-sided": [], "dense": ["dense_linear"], "split": ["path_linear"]}[kind]
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+            layer.core_0.mul_(2)
+            expected = nn.functional.linear(x, layer.dense(), layer.bias)
+        layer.core_0.mul_(0.25)
+    y, expected = layer(x), nn.functional.linear(x, layer.dense(), layer.bias)
+    tensors = [x, *layer.parameters()]
+    grad = torch.randn_like(y) / rows
+    torch.testing.assert_close(
+        torch.autograd.grad(y, tensors, grad), torch.autograd.grad(expected, tensors, grad), rtol=1e-3, atol=1e-4
+    )
+
+
+def test_the_path_is_planned_anew_for_other_ranks():
+    layer = TTLinear(48, 48, ranks=48)
+    assert layer.path(4096, torch.float32, training=True).kind == "dense"
+    layer.load_cores([core.detach() for core in TTLinear(48, 48, ranks=2).cores()])
+    assert layer.path(4096, torch.float32, training=True).kind != "dense"

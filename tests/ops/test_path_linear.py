@@ -53,7 +53,7 @@ def test_from_halves_it_is_the_dense_layer():
     left, right = (half.detach().requires_grad_() for half in halves(cores))
     for some_bias in (bias, None):
         inputs = [x, left, right] if some_bias is None else [x, left, right, bias]
-        y, expected = dense_linear(x, left, right, some_bias), functional.linear(x, (left @ right).T, some_bias)
+        y, expected = dense_linear(x, left.T, right, some_bias), functional.linear(x, (left @ right).T, some_bias)
         torch.testing.assert_close(y, expected)
         grads = (torch.autograd.grad(each.square().sum(), inputs) for each in (y, expected))
         torch.testing.assert_close(*grads)
@@ -69,7 +69,7 @@ def test_low_precision_error_is_like_that_of_plain_torch(dtype, autocast):
     exact_left, exact_right = halves([core.detach().double() for core in cores])
     exact = functional.linear(x.double(), (exact_left @ exact_right).T, bias.double())
     runs = {path.label: lambda path=path: path_linear(x, cores, path, bias) for path in all_paths()}
-    runs["from halves"] = lambda: dense_linear(x, exact_left.float(), exact_right.float(), bias)
+    runs["from halves"] = lambda: dense_linear(x, exact_left.T.float(), exact_right.float(), bias)
     plain = functional.linear(x.to(dtype), (exact_left @ exact_right).T.to(dtype), bias.to(dtype))
     allowed = 2 * (plain.double() - exact).norm().item()
     for label, run in runs.items():
