@@ -134,7 +134,10 @@ class TTLinear(TensorTrainModule):
         It is planned for assumed speeds of a device, so that it is the same in every process and after a restart.
         """
         sizes = (self.in_factors, self.out_factors, self.in_features, self.out_features)
-        return _planned(sizes, self.ranks, max(1, rows), dtype, training, self.core_0.is_cuda, self.rank_activation)
+        path = _planned(sizes, self.ranks, max(1, rows), dtype, self.core_0.is_cuda, training=training)
+        if self.rank_activation is None or path.kind == "two-sided":
+            return path
+        return next(path for path in candidate_paths(path.problem) if path.kind == "two-sided")
 
     def _other_path(self, x: Tensor) -> ContractionPath | None:
         """The path to take, if it is not the two-sided one; None also in compiled code, which cannot plan."""
@@ -247,13 +250,13 @@ def _planned(
     ranks: tuple[int, ...],
     rows: int,
     dtype: torch.dtype,
-    training: bool,
     on_gpu: bool,
-    rank_activation: str | None,
+    *,
+    training: bool,
 ) -> ContractionPath:
     in_factors, out_factors, in_features, out_features = sizes
     middle = len(in_factors) - 1
-    best = plan_path(
+    return plan_path(
         in_factors,
         out_factors,
         (*ranks[:middle], padded_rank(ranks[middle]), *ranks[middle + 1 :]),
@@ -265,6 +268,3 @@ def _planned(
         in_features=in_features,
         out_features=out_features,
     )
-    if rank_activation is None:
-        return best
-    return next(path for path in candidate_paths(best.problem) if path.kind == "two-sided")
