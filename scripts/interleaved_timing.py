@@ -66,8 +66,8 @@ class Comparison:
     case: dict[str, str | int | float]
     """What was measured; together with the machine it names the row of the csv file."""
     timings: Timings
-    saved_bytes: dict[str, int]
-    """Bytes saved for backward by each of the two."""
+    saved_bytes: dict[str, int] | None
+    """Bytes saved for backward by each of the two; None where nothing goes backward."""
     promised: float | None
     """Speed-up that the project promises for this case, if it does."""
     unit: str = "ms"
@@ -83,10 +83,15 @@ class Comparison:
             f"tensor_train_{self.unit}": round(self.timings.median(TENSOR_TRAIN) * scale, 3),
             "ratio": round(self.timings.ratio(TENSOR_TRAIN, DENSE), 2),
             "promised_ratio": "" if self.promised is None else self.promised,
-            "dense_saved_bytes": self.saved_bytes[DENSE],
-            "tensor_train_saved_bytes": self.saved_bytes[TENSOR_TRAIN],
+            **self._saved(),
             **self.extra,
             "rounds": len(self.timings.seconds[DENSE]),
+        }
+
+    def _saved(self) -> dict[str, int]:
+        saved = self.saved_bytes or {}
+        return {
+            f"{form.replace(' ', '_')}_saved_bytes": saved[form] for form in (DENSE, TENSOR_TRAIN) if form in saved
         }
 
 
