@@ -3,12 +3,8 @@
 When the halves of a layer no longer hold, those of all members are built again with it: who the members are is fixed,
 since how many are built together shows in the last bits, and a resumed run must not differ in any.
 
-Halves hold while cores and gates are the same tensors in the same memory at the same version, and no optimizer has
-made a step. Halves with a gradient hold past a backward pass only while gradients are being accumulated, that is while
-``.grad`` is there.
-
-What slips past torch's version counters, an edit through ``core.data``, is seen on a CPU by sampled entries; on other
-devices ``layer.train()``, ``layer.eval()`` or a step of an optimizer make halves new.
+Halves hold while the cores and gates bear the same stamp (``modules/stamp.py``). Halves with a gradient hold past a
+backward pass only while gradients are being accumulated, that is while ``.grad`` is there.
 """
 
 from __future__ import annotations
@@ -20,31 +16,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hf_comera.modules.stamp import Stamp, can_keep
 from hf_comera.ops.halves import Side, stacked_halves
 from hf_comera.ops.precision import without_autocast
 
 if TYPE_CHECKING:
     from hf_comera.modules.tt_linear import TTLinear
 
-__all__ = ["HalvesBank", "can_share"]
+__all__ = ["HalvesBank"]
 
 T = TypeVar("T")
-
-_PROBES = 4
-"""Entries of a core that are compared to see edits which torch does not count."""
-
-_num_steps = 0
-"""Steps that optimizers of this process have made: some write to parameters behind torch's back."""
-
-
-def _count_step(*_: Any) -> None:
-    global _num_steps
-    _num_steps += 1
-
-
-register_optimizer_step_post_hook(_count_step)
 
 
 class HalvesBank:
@@ -86,12 +68,12 @@ class HalvesBank:
         for member, entry in list(self._entries.items()):
             tensors = member.train_parameters()
             member_dtype = dtype if entry is None or member is layer else entry.dtype
-            if can_share(tensors) and not (entry is not None and entry.holds(tensors, member_dtype)):
+            if can_keep(tensors) and not (entry is not None and entry.holds(tensors, member_dtype)):
                 members[member] = member_dtype
         lefts, rights = _build_sides(members, on_left=True), _build_sides(members, on_left=False)
         for member, member_dtype in members.items():
             (left, left_side), (right, right_side) = lefts[member], rights[member]
-            stamp = _Stamp.of(member.train_parameters())
+            stamp = Stamp.of(member.train_parameters())
             self._entries[member] = _Entry(left, right, member_dtype, (left_side, right_side), stamp)
         return self._entries[layer]
 
@@ -103,23 +85,6 @@ class HalvesBank:
         return HalvesBank, ()
 
 
-def can_share(tensors: list[Tensor]) -> bool:
-    """Whether the halves of a layer with these cores and gates can be built with those of others, and kept.
-
-    Not if a core is empty, sharded, a stand-in or traced by a transform, or is itself computed from something else;
-    and not in compiled code, where the compiler sees plain products.
-    """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return all(
-        type(tensor) in (torch.nn.Parameter, Tensor)
-        and tensor.is_leaf
-        and tensor.numel() > 0
-        and not (tensor.is_meta or tensor.is_inference())
-        for tensor in tensors
-    )
-
-
 @dataclass
 class _Entry:
     """Halves of one layer, and until when they hold."""
@@ -128,7 +93,7 @@ class _Entry:
     right: Tensor
     dtype: torch.dtype
     sides: tuple[Side, Side]
-    stamp: _Stamp
+    stamp: Stamp
     others: dict[str, Any] = field(default_factory=dict)
 
     def holds(self, tensors: list[Tensor], dtype: torch.dtype) -> bool:
@@ -142,59 +107,6 @@ class _Entry:
             return False
         met_backward = any(side.has_met_backward for side in self.sides)
         return not met_backward or all(tensor.grad is not None for tensor in trained)
-
-
-@dataclass
-class _Stamp:
-    """What a layer's cores and gates were when its halves were built."""
-
-    tensors: list[Tensor]
-    memory: list[Tensor]  # holds the memory, so that no other tensor can come to lie there
-    state: list[tuple[int, int]]
-    probes: list[_Probe]
-    num_steps: int
-    capturing: bool
-
-    @classmethod
-    def of(cls, tensors: list[Tensor]) -> _Stamp:
-        """The stamp of ``tensors`` as they are."""
-        memory = [tensor.detach() for tensor in tensors]
-        state = [(tensor._version, tensor.data_ptr()) for tensor in tensors]
-        return cls(tensors, memory, state, [_Probe(tensor) for tensor in memory], _num_steps, _capturing(tensors[0]))
-
-    def fits(self, tensors: list[Tensor]) -> bool:
-        """Whether nothing has changed."""
-        if self.num_steps != _num_steps or self.capturing != _capturing(tensors[0]) or len(tensors) != len(self.state):
-            return False
-        for new, old, state in zip(tensors, self.tensors, self.state, strict=True):
-            if new is not old or (new._version, new.data_ptr()) != state:
-                return False
-        return all(probe.sees_no_change() for probe in self.probes)
-
-
-class _Probe:
-    """A few entries of a tensor on a CPU, as bits, to compare; nothing elsewhere."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.places: list[int] = []
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
-            return
-        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-        self.entries = tensor.view(-1).view(bits).numpy()  # reads single entries ten times as fast as a tensor
-        self.places = [index * (tensor.numel() - 1) // (_PROBES - 1) for index in range(_PROBES)]
-        self.values = self._read()
-
-    def _read(self) -> list[int]:
-        return [self.entries.item(place) for place in self.places]
-
-    def sees_no_change(self) -> bool:
-        """Whether the entries are what they were."""
-        return not self.places or self._read() == self.values
-
-
-def _capturing(core: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, in which halves must be built: a replay has to build them too."""
-    return core.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _build_sides(members: dict[TTLinear, torch.dtype], on_left: bool) -> dict[TTLinear, tuple[Tensor, Side]]:

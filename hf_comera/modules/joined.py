@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_comera.modules.halves_bank import can_share
+from hf_comera.modules.stamp import can_keep
 from hf_comera.ops.tt_linear import to_code
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class JoinedProjections:
         others = [member for member in members[1:] if member is not None]
         if len(others) < len(members) - 1 or any(one.in_features != layer.in_features for one in others):
             return []
-        return others if all(can_share(one.train_parameters()) for one in [layer, *others]) else []
+        return others if all(can_keep(one.train_parameters()) for one in [layer, *others]) else []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JoinedProjections:
         memo[id(self)] = copied = JoinedProjections()

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_comera.modules.base import TensorTrainModule, removed_output
-from hf_comera.modules.halves_bank import HalvesBank, can_share
+from hf_comera.modules.halves_bank import HalvesBank
 from hf_comera.modules.joined import JoinedProjections
+from hf_comera.modules.stamp import can_keep
 from hf_comera.modules.wide_hidden import WideHidden, pays
 from hf_comera.ops.halves import layer_halves, padded_rank
 from hf_comera.ops.path_linear import dense_linear, path_linear
@@ -150,7 +151,7 @@ class TTLinear(TensorTrainModule):
     def _along(self, path: ContractionPath, x: Tensor) -> Tensor:
         """What the layer computes, along a path that is not two-sided; its parts are kept where nothing trains."""
         dtype = autocast_input(x).dtype
-        if not torch.is_grad_enabled() and can_share(self.train_parameters()):
+        if not torch.is_grad_enabled() and can_keep(self.train_parameters()):
             cores = [core.to(chain_dtype(core)) for core in self.gated_cores()]
             parts = self.halves_bank.kept(self, dtype, path.label, lambda: build_parts(cores, path, dtype))
             with without_autocast(x):
@@ -162,7 +163,7 @@ class TTLinear(TensorTrainModule):
 
     def _halves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``left (R, in_features)`` and ``right (R, out_features)`` in ``dtype``; R is the padded middle rank."""
-        if can_share(self.train_parameters()):
+        if can_keep(self.train_parameters()):
             return self.halves_bank.halves(self, dtype)
         with without_autocast(self.core_0):
             left, right = layer_halves(self.gated_cores(), len(self.in_factors), self.in_features, self.out_features)

@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 
 from hf_comera.modules.base import TensorTrainModule, removed_output
+from hf_comera.modules.stamp import Kept, can_keep
 from hf_comera.ops import ttm_lookup, ttm_project
+from hf_comera.ops.precision import autocast_input, without_autocast
+from hf_comera.ops.ttm_lookup import check_ids, look_up_in_tables
+from hf_comera.ops.ttm_project import project_on_tables
 from hf_comera.ops.ttm_tables import half_tables
 from hf_comera.tt.cores import core_shapes, draw_cores
 from hf_comera.tt.decomposition import ttm_svd
@@ -67,6 +71,7 @@ class TTMEmbedding(TensorTrainModule):
         flat = core_shapes(sizes, useful_ranks(sizes, ranks))
         pairs = zip(flat, self.in_factors, self.out_factors, strict=True)
         self._register_cores([(left, v, h, right) for (left, _, right), v, h in pairs], device, dtype)
+        self._tables = Kept()
         self.reset_parameters()
 
     @torch.no_grad()
@@ -85,9 +90,27 @@ class TTMEmbedding(TensorTrainModule):
             if project:
                 return removed_output(x, self.num_embeddings, bias)
             return self.core_0.new_zeros(*x.shape, self.embedding_dim)
+        parameters = self.train_parameters()
+        if not torch.is_grad_enabled() and can_keep(parameters):
+            return self._from_tables(parameters, x, project, bias)
         if project:
             return ttm_project(x, self.gated_cores(), self.num_embeddings, bias)
         return ttm_lookup(x, self.gated_cores(), self.num_embeddings, self.embedding_dim, self.padding_idx)
+
+    def _from_tables(self, parameters: list[Tensor], x: Tensor, project: bool, bias: Tensor | None) -> Tensor:
+        """The same without a gradient: half tables are kept from call to call."""
+        x = autocast_input(x) if project else x
+        with without_autocast(x):
+            tables = self._tables.get(parameters, lambda: half_tables(self.gated_cores()))
+            if project:
+                return project_on_tables(x, tables, self.num_embeddings, bias)
+            check_ids(x, self.num_embeddings)
+            return look_up_in_tables(x, tables, self.embedding_dim, self.core_0.dtype)
+
+    def train(self, mode: bool = True) -> "TTMEmbedding":
+        """Set the training mode, and free the half tables that were kept."""
+        self._tables.drop()
+        return super().train(mode)
 
     def weight_shape(self) -> tuple[int, int]:
         """``(num_embeddings, embedding_dim)``."""

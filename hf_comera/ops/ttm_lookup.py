@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from hf_comera.ops.precision import without_autocast
 from hf_comera.ops.ttm_tables import HalfTables, half_tables, half_tables_backward
 
-__all__ = ["ttm_lookup"]
+__all__ = ["check_ids", "look_up_in_tables", "ttm_lookup"]
 
 # Rows contracted at once: bounds the gathered operands, which are wider than the rows they make.
 ROWS_PER_CHUNK = 8192
@@ -56,8 +56,16 @@ def ttm_lookup(
 def _ttm_lookup(
     ids: Tensor, cores: list[Tensor], num_embeddings: int, embedding_dim: int, padding_idx: int | None
 ) -> Tensor:
-    _check_ids(ids, num_embeddings)
-    tables = half_tables(cores)
+    check_ids(ids, num_embeddings)
+    return look_up_in_tables(ids, half_tables(cores), embedding_dim, cores[0].dtype)
+
+
+def look_up_in_tables(ids: Tensor, tables: HalfTables, embedding_dim: int, dtype: torch.dtype) -> Tensor:
+    """Rows ``ids``, which are not checked, from half tables that are at hand, without a gradient.
+
+    Shape:
+        ``(...) -> (..., embedding_dim)``, in ``dtype``.
+    """
     unique_U, place = torch.unique(ids.reshape(-1), return_inverse=True)
     rows_UE = tables.left.new_empty(unique_U.numel(), embedding_dim)
     for start, left, right in _gathered(tables, unique_U):
@@ -66,7 +74,7 @@ def _ttm_lookup(
             torch.bmm(left, right, out=part.view(-1, left.shape[1], right.shape[2]))
         else:
             part.copy_(torch.bmm(left, right).flatten(1)[:, :embedding_dim])
-    return rows_UE.to(cores[0].dtype)[place].view(*ids.shape, embedding_dim)
+    return rows_UE.to(dtype)[place].view(*ids.shape, embedding_dim)
 
 
 @_ttm_lookup.register_fake
@@ -134,7 +142,7 @@ def _gathered(tables: HalfTables, unique_U: Tensor) -> Iterator[tuple[int, Tenso
         yield start, tables.left[row], tables.right[column]
 
 
-def _check_ids(ids: Tensor, num_embeddings: int) -> None:
+def check_ids(ids: Tensor, num_embeddings: int) -> None:
     """Padded rows exist in the cores but not in the table: an id that reaches one is an error, as in torch."""
     if ids.device.type != "cpu" or not ids.numel():
         return

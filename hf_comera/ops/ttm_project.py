@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from hf_comera.ops.precision import autocast_input, without_autocast
 from hf_comera.ops.ttm_tables import HalfTables, half_tables, half_tables_backward
 
-__all__ = ["ttm_project"]
+__all__ = ["project_on_tables", "ttm_project"]
 
 # Entries of the table that are rebuilt at once (4 MB in float32): large enough for full-speed products.
 SLICE_ENTRIES = 1 << 20
@@ -45,7 +45,15 @@ def ttm_project(x: Tensor, cores: list[Tensor], num_embeddings: int, bias: Tenso
 
 @torch.library.custom_op("hf_comera::ttm_project", mutates_args=())
 def _ttm_project(x: Tensor, cores: list[Tensor], bias: Tensor | None, num_embeddings: int) -> Tensor:
-    tables = half_tables(cores)
+    return project_on_tables(x, half_tables(cores), num_embeddings, bias)
+
+
+def project_on_tables(x: Tensor, tables: HalfTables, num_embeddings: int, bias: Tensor | None = None) -> Tensor:
+    """``x @ table.T + bias``, without a gradient, from half tables that are at hand.
+
+    Shape:
+        ``(..., embedding_dim) -> (..., num_embeddings)``, in the dtype of ``x``.
+    """
     x_TE = x.reshape(-1, x.shape[-1])
     logits_TV = x.new_empty(x_TE.shape[0], num_embeddings)
     project = _through_halves if _halves_are_cheaper(tables, x_TE.shape[0], num_embeddings) else _through_slices
