@@ -58,7 +58,8 @@ class Explanation:
             predicted = "" if row.speedup is None else f"{row.speedup:.1f}x"
             ranks = " ".join(map(str, row.ranks))
             costs = (flops, _against(row.bytes, row.dense_bytes), predicted)
-            table.add_row(row.label, factors, ranks, row.path, str(row.count), *costs)
+            path = f"{row.path}, {row.extra}" if row.extra else row.path
+            table.add_row(row.label, factors, ranks, path, str(row.count), *costs)
         return table
 
     def _caption(self) -> str:
@@ -122,7 +123,8 @@ def _families(model: nn.Module) -> list[tuple[tuple[str, ...], TensorTrainModule
     for name, module in model.named_modules():
         if isinstance(module, TensorTrainModule):
             sizes = (*module.weight_shape(), module.in_factors, module.out_factors, module.ranks)
-            key = (type(module), *sizes, module.rank_activation, getattr(module, "transposed", False))
+            together = (getattr(module, "joined", None) is not None, getattr(module, "is_wide", False))
+            key = (type(module), *sizes, module.rank_activation, getattr(module, "transposed", False), *together)
             families.setdefault(key, ([], module))[0].append(name)
     return [(tuple(names), module) for names, module in families.values()]
 

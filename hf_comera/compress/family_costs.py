@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_comera.modules import TTLinear, TTMEmbedding
+from hf_comera.modules.wide_hidden import is_wide_enough
 from hf_comera.ops.ttm_tables import half_tables
 from hf_comera.tt.machine import Machine
 from hf_comera.tt.path import ContractionPath, candidate_paths
@@ -30,6 +31,8 @@ class FamilyCost:
     """Rows of the input, or ids that are looked up."""
     path: str
     """Label of the contraction path; how many lookups of an embedding, ``"removed"`` where no rank is left."""
+    extra: str = ""
+    """What the layer does together with others: shares a product, or leaves its output unwritten."""
     flops: int
     dense_flops: int
     bytes: int
@@ -75,6 +78,7 @@ def linear_cost(
         ranks=layer.ranks,
         rows=rows,
         path=REMOVED if path is None else path.label,
+        extra=_together(layer, rows) if path is not None and path.kind == "two-sided" else "",
         flops=2 * cost.multiplications,
         dense_flops=2 * dense_cost.multiplications,
         bytes=cost.bytes,
@@ -83,6 +87,14 @@ def linear_cost(
         dense_seconds=None if path is None else predicted_seconds(dense, machine, training),
         forbidden_path=best.label if layer.rank_activation and best is not path and best else None,
     )
+
+
+def _together(layer: TTLinear, rows: int) -> str:
+    """What the layer does together with others on the two-sided path."""
+    if layer.joined is not None and layer.joined.enabled:
+        return "joined"
+    unwritten = layer.is_wide and layer.core_0.device.type in ("cpu", "meta")
+    return "hidden in chunks" if unwritten and is_wide_enough(rows, layer.out_features) else ""
 
 
 def _paths(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_comera.compress.family_costs import FamilyCost
-from hf_comera.modules import TiedHead
+from hf_comera.modules import TiedHead, TTLinear
 from hf_comera.tt.machine import Machine
 
 __all__ = ["speed_notes"]
@@ -64,6 +64,13 @@ def _about_the_model(model: nn.Module, rows: Sequence[FamilyCost]) -> Iterator[s
     if forbidden:
         paths = "; ".join(f"{row.label} ({row.forbidden_path})" for row in forbidden)
         yield f"A path that would be faster is forbidden by the rank activation, which needs the code: {paths}."
+    groups = {id(module.joined): module.joined for module in model.modules() if isinstance(module, TTLinear)}
+    off = [group for group in groups.values() if group is not None and not group.enabled]
+    if off:
+        yield (
+            f"{len(off)} groups of siblings are no longer joined: they were called with different inputs, so codes "
+            "made for all of them were made in vain."
+        )
     heads = [name for name, module in model.named_modules() if isinstance(module, TiedHead)]
     if heads:
         yield f"Not in the table: {', '.join(heads)}, which multiplies with the table of the embedding."

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from hf_comera.ops.tt_linear import from_code
 from hf_comera.ops.wide_code import CHUNK_ENTRIES, WideInput, wide_code
 
-__all__ = ["WideHidden", "pays"]
+__all__ = ["WideHidden", "is_wide_enough", "pays"]
 
 _FREE_PROPERTIES = ("dtype", "device", "shape", "layout", "ndim", "is_cuda", "is_meta", "is_cpu", "requires_grad")
 _FREE_METHODS = ("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "nelement")
@@ -45,10 +45,19 @@ def pays(x: Tensor, out_features: int) -> bool:
     It is where the hidden layer does not fit into a processor's cache. Tensors that a transform or a tracer follows
     stay tensors, and so do those on a GPU, where nothing but memory would be gained.
     """
-    large = x.numel() // max(1, x.shape[-1]) * out_features >= 2 * CHUNK_ENTRIES
-    if not large or x.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._get_tracing_state():
+    if (
+        not is_wide_enough(x.numel() // max(1, x.shape[-1]), out_features)
+        or x.device.type != "cpu"
+        or torch.compiler.is_compiling()
+        or torch._C._get_tracing_state()
+    ):
         return False
     return type(x) in (Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()
+
+
+def is_wide_enough(rows: int, out_features: int) -> bool:
+    """Whether ``rows`` rows of a hidden layer are more than a cache holds."""
+    return rows * out_features >= 2 * CHUNK_ENTRIES
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_comera import ComeraConfig, explain, get_comera_model
 from hf_comera.compress.explain import WIDTH
-from hf_comera.modules import TTLinear, TTMEmbedding
+from hf_comera.modules import TTLinear, TTMEmbedding, wide_hidden
 from hf_comera.tt.machine import CPU_THREAD, H200
 from tests.architectures import ARCHITECTURES
 
@@ -18,14 +18,14 @@ from tests.architectures import ARCHITECTURES
 FAMILIES = {
     "bert-mlm": {
         1: ["embeddings.word_embeddings"],
-        8: ["self.query", "self.key", "self.value", "output.dense"],
+        6: ["self.query", "self.key", "self.value"],
         2: ["intermediate.dense", "output.dense"],
     },
     "gpt2": {1: ["transformer.wte"], 2: ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]},
     "llama-tied": {
         1: ["model.embed_tokens"],
-        4: ["self_attn.q_proj, self_attn.o_proj", "self_attn.k_proj, self_attn.v_proj", "mlp.gate_proj, mlp.up_proj"],
-        2: ["mlp.down_proj"],
+        4: ["self_attn.k_proj, self_attn.v_proj", "mlp.gate_proj, mlp.up_proj"],
+        2: ["self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"],
     },
 }
 
@@ -161,3 +161,18 @@ def test_without_a_machine_this_one_is_calibrated():
 def test_sizes_must_be_positive(sizes):
     with pytest.raises(ValueError, match="must be at least 1, for example explain"):
         explain(nn.Linear(3, 3), *sizes)
+
+
+def test_what_layers_do_together_is_told(monkeypatch):
+    model = compressed("bert-mlm")
+    paths = {row.label: row.extra for row in explain(model, 2, 9, machine=CPU_THREAD).rows}
+    assert paths["self.query, self.key, self.value"] == "joined"
+    assert paths["intermediate.dense"] == ""
+    monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1)
+    wide = {row.label: row.extra for row in explain(model, 2, 9, machine=CPU_THREAD).rows}
+    assert wide["intermediate.dense"] == "hidden in chunks"
+    assert "two-sided, joined" in " ".join(str(explain(model, 2, 9, machine=CPU_THREAD)).split())
+    query = model.get_submodule("bert.encoder.layer.0.attention.self.query")
+    query.joined.num_wasted = 1
+    model.eval()
+    assert "1 groups of siblings are no longer joined" in notes(model)
