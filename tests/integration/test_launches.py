@@ -9,6 +9,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 
 from hf_comera import ComeraConfig, get_comera_model
 from hf_comera.modules import TTLinear
+from hf_comera.modules.halves_bank import HalvesBank
 
 VIEWS_AND_ALLOCATIONS = {
     *("view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze", "detach", "alias"),
@@ -55,6 +56,15 @@ def operations(model):
 
 def test_six_encoders_stay_within_the_budget():
     assert operations(six_encoders()) <= BUDGET
+
+
+def test_layers_one_by_one_take_more_than_twice_as_many():
+    model = six_encoders()
+    for module in model.modules():
+        if isinstance(module, TTLinear):
+            module.join_bank(HalvesBank())
+            module.joined = None
+    assert operations(model) > 2 * BUDGET
 
 
 def test_ragged_ranks_cost_a_few_more():
