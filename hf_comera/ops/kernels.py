@@ -1,0 +1,174 @@
+"""The CUDA kernels as a loaded library, or the reason why there is none; nothing happens at import.
+
+The first use on a machine compiles them, which takes about a minute; ``build_kernels`` does it beforehand.
+"""
+
+import ctypes
+import functools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_comera.ops.kernel_build import KernelBuildError, build_emulated_library, build_library, find_nvcc
+
+__all__ = [
+    "KernelResources",
+    "build_kernels",
+    "check_status",
+    "emulated_kernels",
+    "kernels_refusal",
+    "load_kernels",
+    "local_architectures",
+]
+
+# Arguments of the C functions: p pointer, i int, l 64-bit int; the result first.
+SIGNATURES = {
+    "hf_comera_error_message": "s i",
+    "hf_comera_low_rank_linear": "i ipppppp liiiip",
+    "hf_comera_low_rank_linear_chunks": "l ilii",
+    "hf_comera_low_rank_linear_backward": "i ippppppppppppp liiiip",
+}
+TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "s": ctypes.c_char_p}
+STATUS = {
+    -1: "this rank is not supported",
+    -2: "this precision is not supported",
+    -3: "this activation is not supported",
+    -4: "a size is negative or too large",
+}
+PRECISIONS = ["bf16", "tf32", "fp32"]  # the numbers of kernels/fragments.h
+MINIMUM_CAPABILITY = (8, 0)
+
+
+class KernelResources(NamedTuple):
+    """What one compiled kernel takes of a multiprocessor."""
+
+    kernel: str
+    architecture: str
+    num_registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def build_kernels(architectures: Sequence[str] | None = None) -> list[KernelResources]:
+    """Compile the kernels, or find them in the cache, and say what each one takes.
+
+    Args:
+        architectures: Names such as ``"sm_90a"``; default are the GPUs of this machine.
+
+    Raises:
+        ValueError: If a name is not supported.
+        KernelBuildError: If there is no GPU and no name, no nvcc, or the compiler fails.
+    """
+    names = local_architectures() if architectures is None else list(architectures)
+    if not names:
+        raise KernelBuildError(
+            f"{_device_refusal()}. Name the architecture to build for another machine, for example "
+            "architectures=['sm_90a']."
+        )
+    return read_resources(build_library(names).log.read_text(encoding="utf-8"))
+
+
+def local_architectures() -> list[str]:
+    """Architectures of the GPUs that torch sees and the kernels support."""
+    if not torch.cuda.is_available():
+        return []
+    capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    supported = sorted(capability for capability in capabilities if capability >= MINIMUM_CAPABILITY)
+    return [f"sm_{major}{minor}" + "a" * (major == 9) for major, minor in supported]
+
+
+@functools.cache
+def load_kernels() -> ctypes.CDLL:
+    """The library for the GPUs of this machine, compiled on first use.
+
+    Raises:
+        KernelBuildError: With the reason, if there is none.
+    """
+    architectures = local_architectures()
+    if not architectures:
+        raise KernelBuildError(_device_refusal())
+    return _load(build_library(architectures).library)
+
+
+@functools.cache
+def emulated_kernels() -> ctypes.CDLL:
+    """The same kernels for CPU tensors, very slow; for tests.
+
+    Raises:
+        KernelBuildError: If g++ is missing or fails.
+    """
+    return _load(build_emulated_library().library)
+
+
+@functools.cache
+def kernels_refusal() -> str | None:
+    """Why the kernels cannot be used here, or None where they can; compiles them if that has not been done.
+
+    The answer is kept: a failing compiler is not started again in this process.
+    """
+    try:
+        load_kernels()
+    except (KernelBuildError, OSError) as error:
+        return str(error)
+    return None
+
+
+def check_status(library: ctypes.CDLL, status: int, function: str) -> None:
+    """Turn an error code of the library into an exception.
+
+    Raises:
+        RuntimeError: If ``status`` is not 0.
+    """
+    if status > 0:
+        raise RuntimeError(f"{function} failed: CUDA says {library.hf_comera_error_message(status).decode()!r}.")
+    if status < 0:
+        raise RuntimeError(f"{function} failed: {STATUS.get(status, f'status {status}')}.")
+
+
+def read_resources(log: str) -> list[KernelResources]:
+    """Rows of a build log of nvcc, in its order."""
+    rows, name, architecture, spilled = [], "", "", 0
+    for line in log.splitlines():
+        if found := re.search(r"Compiling entry function '(\S+)' for '(\w+)'", line):
+            (name, architecture), spilled = found.groups(), 0
+        elif found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            spilled = int(found[1]) + int(found[2])
+        elif name and (found := re.search(r"Used (\d+) registers", line)):
+            shared = re.search(r"(\d+) bytes smem", line)
+            registers, shared_bytes = int(found[1]), int(shared[1]) if shared else 0
+            rows.append(KernelResources(_readable(name), architecture, registers, spilled, shared_bytes))
+            name = ""
+    return rows
+
+
+def _readable(mangled: str) -> str:
+    """``linear_kernel<bf16, 32, aligned>`` from the name in the object file."""
+    found = re.search(r"\d+([a-z_]+_kernel)(?:I((?:L[ib]\d+E)+)E)?", mangled)
+    if found is None:
+        return mangled
+    values = re.findall(r"L([ib])(\d+)E", found[2] or "")
+    if not values:
+        return found[1]
+    words = ["aligned" if value == "1" else "any sizes" for kind, value in values if kind == "b"]
+    numbers = [value for kind, value in values if kind == "i"]
+    return f"{found[1]}<{', '.join([PRECISIONS[int(numbers[0])], *numbers[1:], *words])}>"
+
+
+def _device_refusal() -> str:
+    """Why no GPU of this machine can run the kernels."""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device" + ("" if find_nvcc() else ", and nvcc was not found either")
+    name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+    return f"the GPU ({name}) has compute capability {capability[0]}.{capability[1]}, the kernels need 8.0 or newer"
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name, signature in SIGNATURES.items():
+        result, *arguments = [TYPES[letter] for letter in signature.replace(" ", "")]
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
