@@ -1,7 +1,7 @@
 """Compiles the CUDA sources once into a shared library with a plain C interface and keeps it in a cache folder.
 
 One library serves every torch version, since it knows nothing of torch. The same sources compile with g++ too, as an
-emulation for tests. A build is keyed by sources, compiler and architectures, written beside its place and renamed
+emulation for tests. A build is keyed by sources, compiler and architecture, written beside its place and renamed
 into it, under a file lock: several processes build once.
 """
 
@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +22,10 @@ __all__ = [
     "build_emulated_library",
     "build_library",
     "cache_folder",
+    "compiler_version",
     "find_gcc",
     "find_nvcc",
+    "is_built",
     "sources_folder",
 ]
 
@@ -87,22 +88,33 @@ def find_gcc() -> str | None:
     return shutil.which("g++")
 
 
-def build_library(architectures: Sequence[str]) -> KernelBuild:
-    """The library for GPUs of ``architectures`` (``sm_80``, ``sm_90a``, ...), built unless the cache has it.
+def compiler_version(program: str) -> str:
+    """What the compiler says of itself.
 
     Raises:
-        ValueError: If no architecture is given, or one is older than ``sm_80`` or no such name.
+        KernelBuildError: If it does not run.
+    """
+    return _run([program, "--version"])
+
+
+def build_library(architecture: str) -> KernelBuild:
+    """The library for GPUs of one architecture (``sm_80``, ``sm_90a``, ...), built unless the cache has it.
+
+    Raises:
+        ValueError: If it is older than ``sm_80`` or no such name.
         KernelBuildError: If nvcc is missing or fails.
     """
-    names = sorted(set(architectures))
-    if not names:
-        raise ValueError("architectures=[] names no GPU. Name at least one, for example architectures=['sm_90a'].")
-    program = find_nvcc()
-    flags = [flag for name in names for flag in _generate_code(name)]
-    if program is None:
-        raise KernelBuildError(f"nvcc, the CUDA compiler, was not found. {INSTALL_NVCC}")
-    options = [*FLAGS, "-O3", "-Xcompiler", "-fPIC", "-Xptxas", "-v", *flags]
-    return _build(_Compiler(program, _version(program), options, ["-shared"]))
+    return _build(_nvcc(architecture))
+
+
+def is_built(architecture: str) -> bool:
+    """Whether ``build_library`` would find its library in the cache.
+
+    Raises:
+        ValueError: As ``build_library``.
+        KernelBuildError: If nvcc is missing, whose version is part of the key.
+    """
+    return _place(_nvcc(architecture)).library.is_file()
 
 
 def build_emulated_library() -> KernelBuild:
@@ -115,10 +127,19 @@ def build_emulated_library() -> KernelBuild:
     if program is None:
         raise KernelBuildError("g++ was not found. Install it, for example with `apt install g++`.")
     options = [*FLAGS, "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-DHF_COMERA_EMULATED"]
-    return _build(_Compiler(program, _version(program), [*options, "-x", "c++"], ["-shared"]))
+    return _build(_Compiler(program, compiler_version(program), [*options, "-x", "c++"], ["-shared"]))
 
 
-def _generate_code(architecture: str) -> list[str]:
+def _nvcc(architecture: str) -> _Compiler:
+    machine_code = _generate_code(architecture)
+    program = find_nvcc()
+    if program is None:
+        raise KernelBuildError(f"nvcc, the CUDA compiler, was not found. {INSTALL_NVCC}")
+    options = [*FLAGS, "-O3", "-Xcompiler", "-fPIC", "-Xptxas", "-v", machine_code]
+    return _Compiler(program, compiler_version(program), options, ["-shared"])
+
+
+def _generate_code(architecture: str) -> str:
     """The option that makes machine code for one architecture."""
     number = architecture.removeprefix("sm_")
     digits = number.rstrip("af")
@@ -127,21 +148,24 @@ def _generate_code(architecture: str) -> list[str]:
             f"architecture {architecture!r} is not supported: the kernels need tensor cores that do bf16, sm_80 or "
             "newer. Use for example 'sm_80' (A100), 'sm_89' (L4, RTX 40) or 'sm_90a' (H100, H200)."
         )
-    return [f"-gencode=arch=compute_{number},code=sm_{number}"]
+    return f"-gencode=arch=compute_{number},code=sm_{number}"
+
+
+def _place(compiler: _Compiler) -> KernelBuild:
+    folder = cache_folder() / "kernels" / _key(compiler)
+    return KernelBuild(folder / "libhf_comera_kernels.so", folder / "build.log")
 
 
 def _build(compiler: _Compiler) -> KernelBuild:
-    sources = sorted(sources_folder().glob("*.cu"))
-    parent = cache_folder() / "kernels"
-    folder = parent / _key(compiler)
-    build = KernelBuild(folder / "libhf_comera_kernels.so", folder / "build.log")
+    build = _place(compiler)
     if build.library.is_file():
         return build
+    folder, parent = build.library.parent, build.library.parents[1]
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with FileLock(parent / f"{folder.name}.lock"):
             if not build.library.is_file():
-                _compile_into(folder, compiler, sources, build.library.name)
+                _compile_into(folder, compiler, build.library.name)
     except OSError as error:
         raise KernelBuildError(
             f"the cache {parent} cannot be written: {error}. Set HF_COMERA_CACHE to a folder that can be."
@@ -158,8 +182,9 @@ def _key(compiler: _Compiler) -> str:
     return digest.hexdigest()[:20]
 
 
-def _compile_into(folder: Path, compiler: _Compiler, sources: list[Path], library: str) -> None:
+def _compile_into(folder: Path, compiler: _Compiler, library: str) -> None:
     """Compile and link beside ``folder``, then rename into it."""
+    sources = sorted(sources_folder().glob("*.cu"))
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as name:
         work = Path(name) / "build"
         work.mkdir()
@@ -187,7 +212,3 @@ def _run(command: list[str]) -> str:
     if done.returncode:
         raise KernelBuildError(f"{' '.join(command)}\nfailed with status {done.returncode}:\n{done.stdout.strip()}")
     return done.stdout
-
-
-def _version(program: str) -> str:
-    return _run([program, "--version"])

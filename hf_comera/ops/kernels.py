@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_comera.ops.kernel_build import KernelBuildError, build_emulated_library, build_library, find_nvcc
+from hf_comera.ops.kernel_build import KernelBuildError, build_emulated_library, build_library
 
 __all__ = [
     "KernelResources",
     "build_kernels",
     "check_status",
+    "device_refusal",
     "emulated_kernels",
     "kernels_refusal",
     "load_kernels",
@@ -62,35 +63,45 @@ def build_kernels(architectures: Sequence[str] | None = None) -> list[KernelReso
         ValueError: If a name is not supported.
         KernelBuildError: If there is no GPU and no name, no nvcc, or the compiler fails.
     """
-    names = local_architectures() if architectures is None else list(architectures)
+    names = list(architectures or []) or local_architectures()
     if not names:
         raise KernelBuildError(
-            f"{_device_refusal()}. Name the architecture to build for another machine, for example "
-            "architectures=['sm_90a']."
+            f"{device_refusal()}. Name the architecture to build for another machine, for example 'sm_90a'."
         )
-    return read_resources(build_library(names).log.read_text(encoding="utf-8"))
+    logs = [build_library(name).log.read_text(encoding="utf-8") for name in names]
+    return [row for log in logs for row in read_resources(log)]
 
 
 def local_architectures() -> list[str]:
     """Architectures of the GPUs that torch sees and the kernels support."""
     if not torch.cuda.is_available():
         return []
-    capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    supported = sorted(capability for capability in capabilities if capability >= MINIMUM_CAPABILITY)
-    return [f"sm_{major}{minor}" + "a" * (major == 9) for major, minor in supported]
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return sorted({_architecture(device) for device in devices if device_refusal(device) is None})
+
+
+def device_refusal(device: torch.device | None = None) -> str | None:
+    """Why a GPU (default: the first) cannot run the kernels, or None where it can. Compiles nothing."""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    index = 0 if device is None else device.index or 0
+    capability = torch.cuda.get_device_capability(index)
+    if capability >= MINIMUM_CAPABILITY:
+        return None
+    name = torch.cuda.get_device_name(index)
+    return f"the GPU ({name}) has compute capability {capability[0]}.{capability[1]}, the kernels need 8.0 or newer"
 
 
 @functools.cache
-def load_kernels() -> ctypes.CDLL:
-    """The library for the GPUs of this machine, compiled on first use.
+def load_kernels(device: torch.device) -> ctypes.CDLL:
+    """The library for a GPU, compiled on first use.
 
     Raises:
         KernelBuildError: With the reason, if there is none.
     """
-    architectures = local_architectures()
-    if not architectures:
-        raise KernelBuildError(_device_refusal())
-    return _load(build_library(architectures).library)
+    if reason := device_refusal(device):
+        raise KernelBuildError(reason)
+    return _load(build_library(_architecture(device)).library)
 
 
 @functools.cache
@@ -104,13 +115,13 @@ def emulated_kernels() -> ctypes.CDLL:
 
 
 @functools.cache
-def kernels_refusal() -> str | None:
-    """Why the kernels cannot be used here, or None where they can; compiles them if that has not been done.
+def kernels_refusal(device: torch.device) -> str | None:
+    """Why the kernels cannot be used on a GPU, or None where they can; compiles them if that has not been done.
 
     The answer is kept: a failing compiler is not started again in this process.
     """
     try:
-        load_kernels()
+        load_kernels(device)
     except (KernelBuildError, OSError) as error:
         return str(error)
     return None
@@ -157,12 +168,10 @@ def _readable(mangled: str) -> str:
     return f"{found[1]}<{', '.join([PRECISIONS[int(numbers[0])], *numbers[1:], *words])}>"
 
 
-def _device_refusal() -> str:
-    """Why no GPU of this machine can run the kernels."""
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device" + ("" if find_nvcc() else ", and nvcc was not found either")
-    name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
-    return f"the GPU ({name}) has compute capability {capability[0]}.{capability[1]}, the kernels need 8.0 or newer"
+def _architecture(device: torch.device) -> str:
+    """``sm_80``, or ``sm_90a`` with what only that architecture has."""
+    major, minor = torch.cuda.get_device_capability(device.index or 0)
+    return f"sm_{major}{minor}" + "a" * (major == 9)
 
 
 def _load(path: Path) -> ctypes.CDLL:

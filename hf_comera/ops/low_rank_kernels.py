@@ -42,7 +42,7 @@ def low_rank_linear_refusal(x: Tensor, left: Tensor, right: Tensor) -> str | Non
         return f"shapes do not fit: x {tuple(x.shape)}, left {tuple(left.shape)}, right {tuple(right.shape)}"
     if x.device.type not in ("cpu", "cuda"):
         return f"the kernels run on CUDA devices, not on {x.device}"
-    return kernels_refusal() if x.device.type == "cuda" else None
+    return kernels_refusal(x.device) if x.device.type == "cuda" else None
 
 
 def low_rank_linear(
@@ -128,7 +128,7 @@ def _precision(x: Tensor) -> int:
 
 
 def _library(x: Tensor) -> ctypes.CDLL:
-    return load_kernels() if x.device.type == "cuda" else emulated_kernels()
+    return load_kernels(x.device) if x.device.type == "cuda" else emulated_kernels()
 
 
 def _on_device(x: Tensor) -> AbstractContextManager[object]:

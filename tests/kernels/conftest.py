@@ -21,7 +21,7 @@ def _cache_of_the_tests():
 def kernels(device, _cache_of_the_tests):
     """The device, with its kernels ready."""
     if device.type == "cuda":
-        assert kernels_refusal() is None
+        assert kernels_refusal(device) is None
     elif find_gcc() is None:
         pytest.skip("g++ is not installed, so the kernels cannot be emulated on the CPU")
     else:

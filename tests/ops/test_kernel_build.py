@@ -94,7 +94,7 @@ def test_several_processes_build_once(small_sources, tmp_path, monkeypatch):
 
 def test_says_how_to_get_a_missing_compiler(no_compilers, small_sources):
     with pytest.raises(KernelBuildError, match=r"nvcc.* not found.*CUDA toolkit.*CUDA_HOME"):
-        build_library(["sm_90a"])
+        build_library("sm_90a")
     with pytest.raises(KernelBuildError, match=r"g\+\+ was not found.*apt install"):
         build_emulated_library()
 
@@ -104,7 +104,7 @@ def test_says_that_a_compiler_fails(no_compilers, small_sources, tmp_path, monke
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     assert find_nvcc() == str(program)
     with pytest.raises(KernelBuildError, match="nvcc fatal: too old"):
-        build_library(["sm_90a"])
+        build_library("sm_90a")
 
 
 def test_says_that_the_cache_cannot_be_written(no_compilers, small_sources, tmp_path, monkeypatch):
@@ -112,18 +112,13 @@ def test_says_that_the_cache_cannot_be_written(no_compilers, small_sources, tmp_
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_COMERA_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(KernelBuildError, match="Set HF_COMERA_CACHE"):
-        build_library(["sm_90a"])
+        build_library("sm_90a")
 
 
 @pytest.mark.parametrize("name", ["sm_75", "90", "sm_", "ampere", "compute_90"])
 def test_refuses_other_architectures(name):
     with pytest.raises(ValueError, match=rf"'{name}' is not supported.*sm_90a"):
-        build_library([name])
-
-
-def test_refuses_no_architecture():
-    with pytest.raises(ValueError, match="names no GPU"):
-        build_library([])
+        build_library(name)
 
 
 def test_the_cache_follows_the_environment(monkeypatch, tmp_path):

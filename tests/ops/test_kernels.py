@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from hf_comera.ops import kernels
-from hf_comera.ops.kernel_build import KernelBuildError, find_nvcc
+from hf_comera.ops.kernel_build import KernelBuild, KernelBuildError, find_nvcc
 from hf_comera.ops.kernels import KernelResources, build_kernels, check_status, kernels_refusal, load_kernels
 
+GPU = torch.device("cuda", 0)
 LOG = """
 ptxas info    : Compiling entry function '_ZN59_GLOBAL__N__ab_18_low_rank_linear_cu_8ee2064b13linear_kernelILi0ELi32ELb1EEEvNS_6LinearE' for 'sm_90a'
 ptxas info    : Function properties for _ZN59_GLOBAL__N
@@ -46,27 +47,42 @@ def test_reads_the_log_of_nvcc():
 
 def test_says_that_there_is_no_gpu(monkeypatch):
     pretend_gpu(monkeypatch)
-    assert "torch finds no CUDA device" in kernels_refusal()
+    assert "torch finds no CUDA device" in kernels_refusal(GPU)
     with pytest.raises(KernelBuildError, match="no CUDA device"):
-        load_kernels()
-    with pytest.raises(KernelBuildError, match=r"no CUDA device.*architectures=\['sm_90a'\]"):
+        load_kernels(GPU)
+    with pytest.raises(KernelBuildError, match=r"no CUDA device.*'sm_90a'"):
         build_kernels()
 
 
 def test_says_that_the_gpu_is_too_old(monkeypatch):
     pretend_gpu(monkeypatch, (7, 5))
-    assert "Pretended GPU" in kernels_refusal()
-    assert "7.5" in kernels_refusal()
-    assert "8.0" in kernels_refusal()
+    assert "Pretended GPU" in kernels_refusal(GPU)
+    assert "7.5" in kernels_refusal(GPU)
+    assert "8.0" in kernels_refusal(GPU)
 
 
 def test_passes_on_why_a_build_fails(monkeypatch):
-    def fail(architectures):
-        raise KernelBuildError(f"no nvcc for {architectures}")
+    def fail(architecture):
+        raise KernelBuildError(f"no nvcc for {architecture}")
 
-    pretend_gpu(monkeypatch, (9, 0), (8, 0), (9, 0))
+    pretend_gpu(monkeypatch, (9, 0), (8, 6))
     monkeypatch.setattr(kernels, "build_library", fail)
-    assert kernels_refusal() == "no nvcc for ['sm_80', 'sm_90a']"
+    assert kernels_refusal(GPU) == "no nvcc for sm_90a"
+    assert kernels_refusal(torch.device("cuda", 1)) == "no nvcc for sm_86"
+
+
+def test_builds_for_every_gpu_that_is_new_enough(monkeypatch, tmp_path):
+    asked = []
+    (tmp_path / "log").write_text(LOG)
+
+    def build_library(architecture):
+        asked.append(architecture)
+        return KernelBuild(tmp_path / "library", tmp_path / "log")
+
+    pretend_gpu(monkeypatch, (9, 0), (7, 5), (8, 0), (9, 0))
+    monkeypatch.setattr(kernels, "build_library", build_library)
+    assert len(build_kernels()) == 4
+    assert asked == ["sm_80", "sm_90a"]
 
 
 def test_error_codes_become_exceptions():
