@@ -7,14 +7,11 @@ CPU tensors go to the emulated kernels, which are for tests.
 
 # Shapes here: T = tokens (any leading axes), I = in features, O = out features, R = rank, a multiple of 8.
 
-import contextlib
-import ctypes
-from contextlib import AbstractContextManager
-
 import torch
 from torch import Tensor
 
-from hf_comera.ops.kernels import check_status, emulated_kernels, kernels_refusal, load_kernels
+from hf_comera.ops.kernel_calls import current_stream, kernel_library, on_device, pointers
+from hf_comera.ops.kernels import check_status, kernels_refusal
 from hf_comera.ops.rank_activation import check_rank_activation
 
 __all__ = ["low_rank_linear", "low_rank_linear_backward", "low_rank_linear_refusal"]
@@ -63,11 +60,11 @@ def low_rank_linear(
     (rank, in_features), out_features = left.shape, right.shape[1]
     y = x.new_empty(*x.shape[:-1], out_features)
     code = x.new_empty(*x.shape[:-1], rank)
-    tensors = _pointers(x, left, right, bias, y, code)
+    tensors = pointers(x, left, right, bias, y, code)
     sizes = (_num_tokens(x), in_features, out_features, rank, ACTIVATIONS[rank_activation])
-    library = _library(x)
-    with _on_device(x):
-        status = library.hf_comera_low_rank_linear(_precision(x), *tensors, *sizes, _stream(x))
+    library = kernel_library(x.device)
+    with on_device(x.device):
+        status = library.hf_comera_low_rank_linear(_precision(x), *tensors, *sizes, current_stream(x.device))
     check_status(library, status, "low_rank_linear")
     return y, code
 
@@ -98,16 +95,16 @@ def low_rank_linear_backward(
     left, right = left.contiguous(), right.contiguous()
     (rank, in_features), out_features = left.shape, right.shape[1]
     sizes = (_num_tokens(x), in_features, out_features)
-    library, precision = _library(x), _precision(x)
+    library, precision = kernel_library(x.device), _precision(x)
     dx = torch.empty_like(x) if needs_dx else None
     grads = [x.new_empty(shape, dtype=torch.float32) for shape in (left.shape, right.shape, (out_features,))]
     dcode, hidden = torch.empty_like(code), None if rank_activation is None else torch.empty_like(code)
     num_chunks = library.hf_comera_low_rank_linear_chunks(precision, *sizes)
     partials = x.new_empty(num_chunks, sum(grad.numel() for grad in grads), dtype=torch.float32)
-    tensors = _pointers(grad_y, grad_code, x, code, left, right, dx, *grads, dcode, hidden, partials)
-    with _on_device(x):
+    tensors = pointers(grad_y, grad_code, x, code, left, right, dx, *grads, dcode, hidden, partials)
+    with on_device(x.device):
         status = library.hf_comera_low_rank_linear_backward(
-            precision, *tensors, *sizes, rank, ACTIVATIONS[rank_activation], _stream(x)
+            precision, *tensors, *sizes, rank, ACTIVATIONS[rank_activation], current_stream(x.device)
         )
     check_status(library, status, "low_rank_linear_backward")
     return dx, grads[0], grads[1], grads[2]
@@ -127,24 +124,8 @@ def _precision(x: Tensor) -> int:
     return 1 if torch.backends.cuda.matmul.fp32_precision == "tf32" else 2
 
 
-def _library(x: Tensor) -> ctypes.CDLL:
-    return load_kernels(x.device) if x.device.type == "cuda" else emulated_kernels()
-
-
-def _on_device(x: Tensor) -> AbstractContextManager[object]:
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
-
-
-def _stream(x: Tensor) -> int | None:
-    return torch.cuda.current_stream(x.device).cuda_stream if x.device.type == "cuda" else None
-
-
 def _num_tokens(x: Tensor) -> int:
     num_tokens = 1
     for size in x.shape[:-1]:
         num_tokens *= size
     return num_tokens
-
-
-def _pointers(*tensors: Tensor | None) -> list[int | None]:
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
