@@ -18,6 +18,26 @@ DEVICE float activate(int activation, float z) {
   }
 }
 
+template <int ACTIVATION, int COUNT>
+DEVICE void activate_each(float (&z)[COUNT][4]) {
+#pragma unroll
+  for (int c = 0; c < COUNT; c++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) z[c][i] = activate(ACTIVATION, z[c][i]);
+}
+
+// One choice for all numbers of a fragment.
+template <int COUNT>
+DEVICE void activate_all(int activation, float (&z)[COUNT][4]) {
+  switch (activation) {
+    case SILU: return activate_each<SILU>(z);
+    case GELU: return activate_each<GELU>(z);
+    case GELU_TANH: return activate_each<GELU_TANH>(z);
+    case RELU: return activate_each<RELU>(z);
+    default: return;
+  }
+}
+
 DEVICE float activation_slope(int activation, float z) {
   switch (activation) {
     case SILU: {

@@ -67,13 +67,13 @@ DEVICE void contract(Tile<P, RANK>& tile, const Element<P>* input, const Element
 }
 
 // Adds the slots in their order and puts `middle(token, rank, sum)` in slot 0, zero outside the matrix.
-template <int P, int RANK, class Middle>
+template <int P, int RANK, int SLOTS = Tile<P, RANK>::SLOTS, class Middle>
 DEVICE void finish_sums(Tile<P, RANK>& tile, int64_t token, int64_t num_tokens, int rank, const Middle& middle) {
   for (int i = threadIdx.x; i < TOKENS * RANK; i += THREADS) {
     const int t = i / RANK, r = i % RANK;
     float sum = 0.0f;
 #pragma unroll
-    for (int slot = 0; slot < Tile<P, RANK>::SLOTS; slot++) sum += tile.number[slot][t][r];
+    for (int slot = 0; slot < SLOTS; slot++) sum += tile.number[slot][t][r];
     tile.number[0][t][r] = token + t < num_tokens && r < rank ? middle(token + t, r, sum) : 0.0f;
   }
 }

@@ -117,7 +117,7 @@ KERNEL LAUNCH_BOUNDS(HALVES_THREADS, 2) halves_kernel(Halves a) {
     const int64_t m = side.is_left ? extent : core.left_rank * core.size;
     const int64_t k = side.is_left ? core.left_rank : core.right_rank;
     const int64_t n = side.is_left ? core.size * core.right_rank : extent;
-    const Matrix &first = side.is_left ? running : matrix, &second = side.is_left ? matrix : running;
+    const Matrix first = side.is_left ? running : matrix, second = side.is_left ? matrix : running;
     if (step == last) {
       multiply(first, second, m, k, n, split * HALVES_WARPS + warp, SPLITS * HALVES_WARPS,
                [&](int row, int column, float number) { output.write_product(row, column, n, number); });

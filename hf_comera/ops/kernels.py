@@ -28,6 +28,7 @@ __all__ = [
 # Arguments of the C functions: p pointer, i int, l 64-bit int; the result first.
 SIGNATURES = {
     "hf_comera_error_message": "s i",
+    "hf_comera_low_rank_ffn": "i ipppppppppp liiiiiiip",
     "hf_comera_tt_halves_row": "i",
     "hf_comera_tt_halves_splits": "i",
     "hf_comera_tt_halves": "i pipliip",

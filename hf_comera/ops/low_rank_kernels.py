@@ -14,7 +14,7 @@ from hf_comera.ops.kernel_calls import current_stream, kernel_library, on_device
 from hf_comera.ops.kernels import check_status, kernels_refusal
 from hf_comera.ops.rank_activation import check_rank_activation
 
-__all__ = ["low_rank_linear", "low_rank_linear_backward", "low_rank_linear_refusal"]
+__all__ = ["kernel_precision", "low_rank_linear", "low_rank_linear_backward", "low_rank_linear_refusal"]
 
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2}  # the numbers of kernels/activations.h
 MAX_RANK = 128
@@ -61,10 +61,10 @@ def low_rank_linear(
     y = x.new_empty(*x.shape[:-1], out_features)
     code = x.new_empty(*x.shape[:-1], rank)
     tensors = pointers(x, left, right, bias, y, code)
-    sizes = (_num_tokens(x), in_features, out_features, rank, ACTIVATIONS[rank_activation])
+    sizes = (x.shape[:-1].numel(), in_features, out_features, rank, ACTIVATIONS[rank_activation])
     library = kernel_library(x.device)
     with on_device(x.device):
-        status = library.hf_comera_low_rank_linear(_precision(x), *tensors, *sizes, current_stream(x.device))
+        status = library.hf_comera_low_rank_linear(kernel_precision(x), *tensors, *sizes, current_stream(x.device))
     check_status(library, status, "low_rank_linear")
     return y, code
 
@@ -94,8 +94,8 @@ def low_rank_linear_backward(
     grad_code = None if grad_code is None else grad_code.to(x.dtype).contiguous()
     left, right = left.contiguous(), right.contiguous()
     (rank, in_features), out_features = left.shape, right.shape[1]
-    sizes = (_num_tokens(x), in_features, out_features)
-    library, precision = kernel_library(x.device), _precision(x)
+    sizes = (x.shape[:-1].numel(), in_features, out_features)
+    library, precision = kernel_library(x.device), kernel_precision(x)
     dx = torch.empty_like(x) if needs_dx else None
     grads = [x.new_empty(shape, dtype=torch.float32) for shape in (left.shape, right.shape, (out_features,))]
     dcode, hidden = torch.empty_like(code), None if rank_activation is None else torch.empty_like(code)
@@ -116,16 +116,9 @@ def _check(x: Tensor, left: Tensor, right: Tensor, rank_activation: str | None) 
         raise ValueError(f"low_rank_linear has no kernel for this: {reason}.")
 
 
-def _precision(x: Tensor) -> int:
+def kernel_precision(x: Tensor) -> int:
     """The number of ``kernels/fragments.h``: bf16, tf32, or float32 as exact as it is without tensor cores."""
     if x.dtype == torch.bfloat16:
         return 0
     # The one name that follows set_float32_matmul_precision, allow_tf32 and the newer settings alike.
     return 1 if torch.backends.cuda.matmul.fp32_precision == "tf32" else 2
-
-
-def _num_tokens(x: Tensor) -> int:
-    num_tokens = 1
-    for size in x.shape[:-1]:
-        num_tokens *= size
-    return num_tokens

@@ -57,7 +57,7 @@ def test_refuses_an_unknown_activation():
 def test_float32_products_follow_torch(setting, number):
     torch.set_float32_matmul_precision(setting)
     try:
-        assert low_rank_kernels._precision(torch.zeros(1)) == number
-        assert low_rank_kernels._precision(torch.zeros(1, dtype=torch.bfloat16)) == 0
+        assert low_rank_kernels.kernel_precision(torch.zeros(1)) == number
+        assert low_rank_kernels.kernel_precision(torch.zeros(1, dtype=torch.bfloat16)) == 0
     finally:
         torch.set_float32_matmul_precision("highest")
