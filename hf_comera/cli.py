@@ -72,7 +72,7 @@ def build_kernels_command(
     """Compile the CUDA kernels now and show what each one takes of the GPU.
 
     Without this the first use on a GPU compiles them, once, into the cache. With --architecture no GPU is needed, only
-    nvcc: build on a login node, run on the others. Spilled bytes are registers that went to slow memory; 0 is right.
+    nvcc: build on a login node, run on the others. Spilled and shared are bytes; spilled registers lie in slow memory, 0 is right.
 
     Example: hf-comera build-kernels --architecture sm_80 --architecture sm_90a
     """
@@ -135,9 +135,9 @@ def _advice() -> list[str]:
 def _resource_table(rows: list[KernelResources]) -> Table:
     table = Table(title="Compiled kernels")
     table.add_column("kernel", no_wrap=True)
-    table.add_column("architecture")
-    for name in ("registers", "spilled bytes", "shared bytes"):
-        table.add_column(name, justify="right")
+    table.add_column("GPU", no_wrap=True)
+    for name in ("registers", "spilled", "shared"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         numbers = [str(row.num_registers), str(row.spilled_bytes), str(row.shared_bytes)]
         table.add_row(escape(row.kernel), row.architecture, *numbers)

@@ -3,7 +3,8 @@
 // Rules for kernels, so that both targets mean the same:
 // - every thread of a block reaches every __syncthreads(), and every lane of a warp every warp function;
 // - a kernel takes its arguments as one struct, by value, and blocks have one axis;
-// - shared memory is static and declared with SHARED.
+// - shared memory is static and declared with SHARED;
+// - load() reads global memory that no thread of the launch writes, and nothing else: the emulation cannot tell.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -108,7 +108,7 @@ def test_build_kernels_shows_resources(monkeypatch, tmp_path):
     code, output = run("build-kernels", "-a", "sm_80", "--architecture", "sm_90a")
     assert code == 0
     assert asked == ["sm_80", "sm_90a"]
-    for word in ("linear_kernel<bf16, 32, aligned>", "sm_80", "128", "40960"):
+    for word in ("linear<bf16, 32, aligned>", "sm_80", "128", "40960"):
         assert word in output
 
 

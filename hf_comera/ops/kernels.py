@@ -32,6 +32,10 @@ SIGNATURES = {
     "hf_comera_tt_halves_row": "i",
     "hf_comera_tt_halves_splits": "i",
     "hf_comera_tt_halves": "i pipliip",
+    "hf_comera_ttm_shares": "i",
+    "hf_comera_ttm_max_row": "i",
+    "hf_comera_ttm_rows": "i pppp lliiiiiip",
+    "hf_comera_ttm_gradients": "i ppppppppp llliiiiiiip",
     "hf_comera_low_rank_linear": "i ipppppp liiiip",
     "hf_comera_low_rank_linear_chunks": "l ilii",
     "hf_comera_low_rank_linear_backward": "i ippppppppppppp liiiip",
@@ -160,16 +164,15 @@ def read_resources(log: str) -> list[KernelResources]:
 
 
 def _readable(mangled: str) -> str:
-    """``linear_kernel<bf16, 32, aligned>`` from the name in the object file."""
-    found = re.search(r"\d+([a-z_]+_kernel)(?:I((?:L[ib]\d+E)+)E)?", mangled)
+    """``linear<bf16, 32, aligned>`` from the name in the object file."""
+    found = re.search(r"\d+([a-z_]+)_kernel(?:I((?:L[ib]\d+E)+)E)?", mangled)
     if found is None:
         return mangled
-    values = re.findall(r"L([ib])(\d+)E", found[2] or "")
-    if not values:
-        return found[1]
-    words = ["aligned" if value == "1" else "any sizes" for kind, value in values if kind == "b"]
-    numbers = [value for kind, value in values if kind == "i"]
-    return f"{found[1]}<{', '.join([PRECISIONS[int(numbers[0])], *numbers[1:], *words])}>"
+    values = [int(value) for value in re.findall(r"L[ib](\d+)E", found[2] or "")]
+    if len(values) == 3:
+        precision, rank, aligned = values
+        return f"{found[1]}<{PRECISIONS[precision]}, {rank}, {'aligned' if aligned else 'any sizes'}>"
+    return found[1] + (f"<{', '.join(map(str, values))}>" if values else "")
 
 
 def _architecture(device: torch.device) -> str:

@@ -19,6 +19,9 @@ ptxas info    : Compile time = 120.3 ms
 ptxas info    : Compiling entry function '_ZN12_GLOBAL__N_10sum_kernelENS_8BackwardE' for 'sm_80'
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 32 registers, used 0 barriers
+ptxas info    : Compiling entry function '_ZN12_GLOBAL__N_12table_kernelILb1EEEvNS_9GradientsE' for 'sm_80'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 56 registers, used 1 barriers, 32768 bytes smem
 """  # noqa: E501
 
 
@@ -40,8 +43,9 @@ def pretend_gpu(monkeypatch, *capabilities):
 
 def test_reads_the_log_of_nvcc():
     assert kernels.read_resources(LOG) == [
-        KernelResources("linear_kernel<bf16, 32, aligned>", "sm_90a", 128, 20, 40960),
-        KernelResources("sum_kernel", "sm_80", 32, 0, 0),
+        KernelResources("linear<bf16, 32, aligned>", "sm_90a", 128, 20, 40960),
+        KernelResources("sum", "sm_80", 32, 0, 0),
+        KernelResources("table<1>", "sm_80", 56, 0, 32768),
     ]
 
 
@@ -81,7 +85,7 @@ def test_builds_for_every_gpu_that_is_new_enough(monkeypatch, tmp_path):
 
     pretend_gpu(monkeypatch, (9, 0), (7, 5), (8, 0), (9, 0))
     monkeypatch.setattr(kernels, "build_library", build_library)
-    assert len(build_kernels()) == 4
+    assert len(build_kernels()) == 6
     assert asked == ["sm_80", "sm_90a"]
 
 
@@ -105,7 +109,8 @@ def test_kernels_of_aligned_sizes_do_not_spill(monkeypatch, tmp_path):
     rows = build_kernels(["sm_90a"])
     assert {row.architecture for row in rows} == {"sm_90a"}
     names = {row.kernel.partition("<")[0] for row in rows}
-    assert names >= {"linear_kernel", "code_gradient_kernel", "product_kernel", "sum_kernel"}
+    linear = {"linear", "code_gradient", "product", "sum"}
+    assert names == linear | {"ffn", "halves", "rows", "grad_rows", "table"}
     spilling = [row for row in rows if row.spilled_bytes and "any sizes" not in row.kernel]
     assert not spilling
     (library,) = tmp_path.rglob("*.so")
