@@ -72,7 +72,10 @@ def build_kernels_command(
     """Compile the CUDA kernels now and show what each one takes of the GPU.
 
     Without this the first use on a GPU compiles them, once, into the cache. With --architecture no GPU is needed, only
-    nvcc: build on a login node, run on the others. Spilled and shared are bytes; spilled registers lie in slow memory, 0 is right.
+    nvcc: build on a login node, run on the others.
+
+    The table has registers of a thread, bytes of them that spilled to slow memory (0 is right), and bytes of shared
+    memory of a block.
 
     Example: hf-comera build-kernels --architecture sm_80 --architecture sm_90a
     """

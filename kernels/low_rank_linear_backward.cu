@@ -53,7 +53,7 @@ constexpr int WANTED_BLOCKS = 384;  // of launch 2; about three for each multipr
 
 // Warps share the ranks in RANK / 32 ways and the tokens of a chunk in SLOTS ways.
 template <int P, int RANK>
-struct ProductTile {
+struct alignas(16) ProductTile {
   static constexpr int SLOTS = PRODUCT_WARPS / (RANK / 32);
   static constexpr int SLAB = 8 * Format<P>::VECTOR;
   float number[SLOTS][RANK][SLAB];

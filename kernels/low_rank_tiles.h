@@ -13,7 +13,7 @@ constexpr int THREADS = 32 * WARPS;
 
 // A block's sums over K in shared memory. Warps share K in SLOTS ways and ranks in RANK / 32 ways.
 template <int P, int RANK>
-struct Tile {
+struct alignas(16) Tile {
   static constexpr int SLOTS = WARPS / (RANK / 32);
   static constexpr int STRIDE = RANK + Format<P>::PADDING;
   float number[SLOTS][TOKENS][STRIDE];
