@@ -233,9 +233,10 @@ inline float shuffle_xor(float value, int mask) {
 }
 
 template <class Vector>
-Vector load(const void* pointer) {
+Vector load_or_zero(const Vector* pointer, bool valid) {
+  Vector value = {};
+  if (!valid) return value;
   if (reinterpret_cast<uintptr_t>(pointer) % alignof(Vector)) abort();  // a GPU stops there too
-  Vector value;
   memcpy(&value, pointer, sizeof value);
   return value;
 }

@@ -88,14 +88,12 @@ DEVICE Words load_row(const Element<P>* row, int column, int columns, bool valid
   Words result = {};
   constexpr int BYTES = COUNT * sizeof(Element<P>);
   if constexpr (ALIGNED) {
-    if (valid && column < columns) {
-      if constexpr (BYTES == 16) {
-        const uint4 v = load<uint4>(row + column);
-        result = {{v.x, v.y, v.z, v.w}};
-      } else {
-        const uint2 v = load<uint2>(row + column);
-        result = {{v.x, v.y, 0, 0}};
-      }
+    if constexpr (BYTES == 16) {
+      const uint4 v = load_or_zero(reinterpret_cast<const uint4*>(row + column), valid && column < columns);
+      result = {{v.x, v.y, v.z, v.w}};
+    } else {
+      const uint2 v = load_or_zero(reinterpret_cast<const uint2*>(row + column), valid && column < columns);
+      result = {{v.x, v.y, 0, 0}};
     }
   } else {
 #pragma unroll

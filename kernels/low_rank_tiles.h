@@ -26,21 +26,24 @@ DEVICE void contract(Tile<P, RANK>& tile, const Element<P>* input, const Element
   constexpr int GROUP = 4 * Format<P>::VECTOR;
   const int warp = threadIdx.x / 32, row = lane_row(), quad = lane_quad();
   const int slot = warp % Tile<P, RANK>::SLOTS, rank_base = warp / Tile<P, RANK>::SLOTS * 32;
+  // Beyond the last token and rank the last one is read again; finish_sums drops what comes of it.
+  const Element<P>*x_row[4], *first_row[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int64_t t = token + 8 * i + row;
+    const int r = rank_base + 8 * i + row;
+    x_row[i] = input + (t < num_tokens ? t : num_tokens - 1) * features;
+    first_row[i] = first + static_cast<int64_t>(r < rank ? r : rank - 1) * features;
+  }
   float sum[2][4][4] = {};
-#pragma unroll(ALIGNED ? 2 : 1)
+#pragma unroll(ALIGNED&& P != FP32 ? 2 : 1)
   for (int k = slot * GROUP; k < features; k += Tile<P, RANK>::SLOTS * GROUP) {
     const int column = k + Format<P>::VECTOR * quad;
     Words x[2][2], f[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int64_t t = token + 8 * i + row;
-      x[i / 2][i % 2] = load_row<P, ALIGNED>(input + t * features, column, features, t < num_tokens);
-    }
+    for (int i = 0; i < 4; i++) x[i / 2][i % 2] = load_row<P, ALIGNED>(x_row[i], column, features, true);
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int r = rank_base + 8 * j + row;
-      f[j] = load_row<P, ALIGNED>(first + static_cast<int64_t>(r) * features, column, features, r < rank);
-    }
+    for (int j = 0; j < 4; j++) f[j] = load_row<P, ALIGNED>(first_row[j], column, features, true);
 #pragma unroll
     for (int step = 0; step < 2; step++) {
       LeftOperand<P> a[2];

@@ -4,7 +4,7 @@
 // - every thread of a block reaches every __syncthreads(), and every lane of a warp every warp function;
 // - a kernel takes its arguments as one struct, by value, and blocks have one axis;
 // - shared memory is static and declared with SHARED;
-// - load() reads global memory that no thread of the launch writes, and nothing else: the emulation cannot tell.
+// - load_or_zero() reads global memory that no thread of the launch writes: the emulation cannot tell.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -63,9 +63,21 @@ DEVICE uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0
 // The value of the lane whose number differs in the bits of `mask`.
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
-template <class Vector>
-DEVICE Vector load(const void* pointer) {
-  return __ldg(static_cast<const Vector*>(pointer));
+// Zeros where !valid, by a predicate and not by a branch, so that many loads are on their way at once.
+DEVICE uint4 load_or_zero(const uint4* pointer, bool valid) {
+  uint4 v;
+  asm("{ .reg .pred p; setp.ne.u32 p, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;\n\t"
+      "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(__cvta_generic_to_global(pointer)), "r"(static_cast<unsigned>(valid)));
+  return v;
+}
+DEVICE uint2 load_or_zero(const uint2* pointer, bool valid) {
+  uint2 v;
+  asm("{ .reg .pred p; setp.ne.u32 p, %3, 0; mov.u32 %0, 0; mov.u32 %1, 0; @p ld.global.nc.v2.u32 {%0, %1}, [%2]; }"
+      : "=&r"(v.x), "=&r"(v.y)
+      : "l"(__cvta_generic_to_global(pointer)), "r"(static_cast<unsigned>(valid)));
+  return v;
 }
 template <class Vector>
 DEVICE void store(void* pointer, const Vector& value) {

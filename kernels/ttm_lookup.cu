@@ -26,7 +26,7 @@ struct Four {
 };
 
 DEVICE void add_outer(Four& sum, const float* four, float one) {
-  const float4 v = *reinterpret_cast<const float4*>(four);  // of either memory, so not by load()
+  const float4 v = *reinterpret_cast<const float4*>(four);  // in global or shared memory
   sum.number[0] += v.x * one;
   sum.number[1] += v.y * one;
   sum.number[2] += v.z * one;
