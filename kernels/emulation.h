@@ -1,7 +1,9 @@
 // CUDA on a CPU for tests: threads are fibers of one system thread, blocks run one after the other.
 //
-// It shows wrong indices, layouts, formulas and barriers that not all threads reach. It shows no race: a fiber runs
-// until it waits. Only portable.h includes it.
+// It shows wrong indices, layouts, formulas and barriers that not all threads reach. A fiber runs until it waits, so a
+// missing barrier shows as a result that changes with HF_COMERA_EMULATION_ORDER: a number that decides which threads
+// run first and which warps fall behind. Races between fewer instructions than that stay unseen. Only portable.h
+// includes it.
 #pragma once
 #include <ucontext.h>
 
@@ -58,6 +60,8 @@ struct Block {
   void (*run)(void*) = nullptr;
   void* work = nullptr;
   int current = 0;
+  unsigned order = 0;  // 0: threads in their order; else another order in every turn
+  uint64_t turns = 0;
 };
 
 inline thread_local Block* block = nullptr;
@@ -114,23 +118,39 @@ inline void start(Fiber& fiber) {
   makecontext(&fiber.context, fiber_main, 0);
 }
 
+// Who comes as number `i` of `size` in the next turn: a step that shares no factor with a multiple of 32 up to 1024
+// (nor with other sizes, unless they are multiples of 1031) reaches everybody.
+inline size_t turn_of(const Block& b, size_t i, size_t size) {
+  return b.order ? (i * (b.order % 2 ? 1031 : size - 1) + b.order / 2 % size) % size : i;
+}
+
+// Whether a warp sits this turn out, so that warps drift apart: about half of them, for some hundred turns.
+inline bool rests(const Block& b, size_t warp) {
+  const uint64_t mixed = (b.turns / 150 * 40503u + warp + 1) * 0x9e3779b97f4a7c15u;
+  return b.order && (mixed >> 37) % 2;
+}
+
 // Runs every fiber that can go on, in turns, until all are done.
 inline void run_block() {
   Block& b = *block;
   for (Fiber& fiber : b.fibers) start(fiber);
   for (size_t left = b.fibers.size(); left;) {
-    bool moved = false;
-    for (size_t i = 0; i < b.fibers.size(); i++) {
+    bool can_move = false;
+    b.turns++;
+    if (b.order) b.order = (b.order * 1664525u + 1013904223u) | 1u << 31;
+    for (size_t turn = 0; turn < b.fibers.size(); turn++) {
+      const size_t i = turn_of(b, turn, b.fibers.size());
       Fiber& fiber = b.fibers[i];
       if (fiber.done || (fiber.waits_at && fiber.waits_at->generation == fiber.waits_since)) continue;
+      can_move = true;
+      if (rests(b, i / WARP)) continue;
       fiber.waits_at = nullptr;
       b.current = static_cast<int>(i);
       thread_index = dim3(b.current, 0, 0);
       swapcontext(&b.scheduler, &fiber.context);
-      moved = true;
       left -= fiber.done;
     }
-    if (!moved) {
+    if (!can_move) {
       fprintf(stderr, "deadlock: threads of a block wait for threads that have ended or wait elsewhere\n");
       abort();
     }
@@ -255,6 +275,8 @@ int launch(void (*kernel)(Arguments), dim3 grid, int threads, void*, const Argum
   struct Work { void (*kernel)(Arguments); const Arguments* arguments; } work{kernel, &arguments};
   state.work = &work;
   state.run = [](void* pointer) { static_cast<Work*>(pointer)->kernel(*static_cast<Work*>(pointer)->arguments); };
+  const char* order = getenv("HF_COMERA_EMULATION_ORDER");
+  state.order = order ? static_cast<unsigned>(atoi(order)) : 0;
   block = &state;
   grid_size = grid;
   block_size = dim3(threads);
