@@ -5,6 +5,7 @@ The first use on a machine compiles them, which takes about a minute; ``build_ke
 
 import ctypes
 import functools
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_comera.ops.kernel_build import KernelBuildError, build_emulated_library, build_library
+from hf_comera.ops.kernel_build import KernelBuildError, build_emulated_library, build_library, is_built
 
 __all__ = [
     "KernelResources",
@@ -25,6 +26,7 @@ __all__ = [
     "local_architectures",
 ]
 
+LOGGER = logging.getLogger(__name__)
 # Arguments of the C functions: p pointer, i int, l 64-bit int; the result first.
 SIGNATURES = {
     "hf_comera_error_message": "s i",
@@ -109,7 +111,10 @@ def load_kernels(device: torch.device) -> ctypes.CDLL:
     """
     if reason := device_refusal(device):
         raise KernelBuildError(reason)
-    return _load(build_library(_architecture(device)).library)
+    architecture = _architecture(device)
+    if not is_built(architecture):
+        LOGGER.warning("Compiling the CUDA kernels for %s with nvcc, once; this takes about a minute.", architecture)
+    return _load(build_library(architecture).library)
 
 
 @functools.cache

@@ -65,13 +65,16 @@ def test_says_that_the_gpu_is_too_old(monkeypatch):
     assert "8.0" in kernels_refusal(GPU)
 
 
-def test_passes_on_why_a_build_fails(monkeypatch):
+def test_passes_on_why_a_build_fails(monkeypatch, caplog):
     def fail(architecture):
         raise KernelBuildError(f"no nvcc for {architecture}")
 
     pretend_gpu(monkeypatch, (9, 0), (8, 6))
+    monkeypatch.setattr(kernels, "is_built", lambda architecture: False)
     monkeypatch.setattr(kernels, "build_library", fail)
-    assert kernels_refusal(GPU) == "no nvcc for sm_90a"
+    with caplog.at_level("WARNING"):
+        assert kernels_refusal(GPU) == "no nvcc for sm_90a"
+    assert "Compiling the CUDA kernels for sm_90a" in caplog.text  # a silent minute looks like a hang
     assert kernels_refusal(torch.device("cuda", 1)) == "no nvcc for sm_86"
 
 
