@@ -7,7 +7,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS = ("tt", "ops", "modules", "compress", "hub", "adapters", "optim", "training", "memory", "parallel", "cli")
+LAYERS = (
+    "tt",
+    "ops",
+    "modules",
+    "compress",
+    "hub",
+    "adapters",
+    "optim",
+    "training",
+    "memory",
+    "parallel",
+    "cli",
+    "__main__",
+)
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 35
 MAX_POSITIONAL_ARGUMENTS = 6

@@ -1,8 +1,10 @@
 """pyproject.toml and setup.cfg: the wheel holds every module and the data it reads, nothing else."""
 
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -13,13 +15,19 @@ BUILD_FILES = ["pyproject.toml", "setup.cfg", "README.md", "LICENSE"]
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
 
 
+def copied_sources(folder):
+    """What a build reads, in a folder of its own, since setuptools leaves files beside its sources."""
+    folder.mkdir()
+    for name in BUILD_FILES:
+        shutil.copy(ROOT / name, folder)
+    for name in ("hf_comera", "kernels"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel built from a copy, since setuptools leaves files beside its sources."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in BUILD_FILES:
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "hf_comera", source / "hf_comera", ignore=shutil.ignore_patterns("__pycache__"))
+    source, target = copied_sources(tmp_path_factory.mktemp("built") / "source"), tmp_path_factory.mktemp("wheel")
     done = subprocess.run([sys.executable, "-c", BUILD, target], cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (path,) = target.glob("*.whl")
@@ -33,7 +41,45 @@ def test_holds_the_package_and_its_data(wheel):
         for path in (ROOT / "hf_comera").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+    expected |= {f"hf_comera/kernels/{path.name}" for path in (ROOT / "kernels").iterdir() if path.suffix != ".md"}
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
+
+
+def test_finds_its_cuda_sources_where_it_is_installed(wheel, tmp_path):
+    wheel.extractall(tmp_path)
+    program = "from hf_comera.ops.kernel_build import sources_folder; print(sources_folder())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == str(tmp_path / "hf_comera" / "kernels"), done.stderr
+
+
+def test_an_editable_install_finds_its_cuda_sources(tmp_path):
+    source, target = copied_sources(tmp_path / "source"), tmp_path / "wheel"
+    target.mkdir()
+    build = BUILD.replace("build_wheel", "build_editable")
+    done = subprocess.run([sys.executable, "-c", build, target], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (path,) = target.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(tmp_path / "site")
+    program = (
+        f"import site; site.addsitedir({str(tmp_path / 'site')!r}); "
+        "from hf_comera.ops.kernel_build import sources_folder; print(sources_folder())"
+    )
+    path = os.pathsep.join([str(tmp_path / "site"), sysconfig.get_path("purelib")])  # -S: no .pth of other installs
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == str(source / "kernels"), done.stderr
 
 
 def test_carries_the_licence_and_the_readme(wheel):

@@ -1,0 +1,5 @@
+"""Runs the command line: ``python -m hf_comera``."""
+
+from hf_comera.cli import app
+
+app(prog_name="python -m hf_comera")

@@ -1,0 +1,147 @@
+"""The command line: what this machine has, and compiling the CUDA kernels before the first run needs them."""
+
+import platform
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hf_comera.ops.kernel_build import (
+    INSTALL_NVCC,
+    KernelBuildError,
+    cache_folder,
+    compiler_version,
+    find_gcc,
+    find_nvcc,
+    is_built,
+)
+from hf_comera.ops.kernels import KernelResources, build_kernels, device_refusal, local_architectures
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="hf-comera",
+    help="Train Hugging Face models in tensor-train form. Start with [bold]doctor[/bold]: what this machine can do.",
+    epilog="Training itself is Python: three lines in your own script, see the README.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+)
+
+
+@app.command()
+def doctor() -> None:
+    """Show what hf_comera finds on this machine, and what to install for more.
+
+    Everything works without a GPU and without nvcc; the kernels only make a GPU faster. Nothing is compiled here.
+    """
+    table = Table("what", "found", title="hf_comera doctor")
+    for row in (
+        ("Python", platform.python_version()),
+        ("torch", f"{torch.__version__} (CUDA {torch.version.cuda or 'not built in'})"),
+        ("CUDA devices", _devices()),
+        ("nvcc", _compiler(find_nvcc())),
+        ("g++", _compiler(find_gcc())),
+        ("cache", str(cache_folder())),
+        ("kernels", _kernels()),
+    ):
+        table.add_row(row[0], escape(row[1]))
+    console = Console(soft_wrap=True)
+    console.print(table)
+    for line in _advice():
+        console.print(f"- {escape(line)}")
+
+
+@app.command("build-kernels")
+def build_kernels_command(
+    architecture: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--architecture",
+            "-a",
+            metavar="NAME",
+            help="Such as sm_80 (A100), sm_89 (L4, RTX 40) or sm_90a (H100, H200); repeat for several. Default: the "
+            "GPUs of this machine.",
+        ),
+    ] = None,
+) -> None:
+    """Compile the CUDA kernels now and show what each one takes of the GPU.
+
+    Without this the first use on a GPU compiles them, once, into the cache. With --architecture no GPU is needed, only
+    nvcc: build on a login node, run on the others.
+
+    The table has registers of a thread, bytes of them that spilled to slow memory (0 is right), and bytes of shared
+    memory of a block.
+
+    Example: hf-comera build-kernels --architecture sm_80 --architecture sm_90a
+    """
+    try:
+        rows = build_kernels(architecture)
+    except (KernelBuildError, ValueError) as error:
+        Console(stderr=True, soft_wrap=True).print(f"[red]No kernels:[/red] {escape(str(error))}")
+        raise typer.Exit(1) from error
+    console = Console(soft_wrap=True)
+    console.print(_resource_table(rows))
+    console.print(f"{len(rows)} kernels are in {escape(str(cache_folder()))}")
+
+
+def _devices() -> str:
+    if not torch.cuda.is_available():
+        return "none"
+    names = [
+        f"{torch.cuda.get_device_name(index)} ({'.'.join(map(str, torch.cuda.get_device_capability(index)))})"
+        for index in range(torch.cuda.device_count())
+    ]
+    return ", ".join(names)
+
+
+def _compiler(program: str | None) -> str:
+    """Path and version, which both compilers print on a line with a number and a dot."""
+    if program is None:
+        return "not found"
+    try:
+        lines = [line for line in compiler_version(program).splitlines() if any(part.isdigit() for part in line)]
+    except KernelBuildError as error:
+        return f"{program} does not run: {error}"
+    releases = [line for line in lines if "release" in line] or lines
+    return f"{program}: {releases[0].strip()}" if releases else program
+
+
+def _kernels() -> str:
+    architectures = local_architectures()
+    if not architectures:
+        return f"not used: {device_refusal()}"
+    try:
+        missing = [name for name in architectures if not is_built(name)]
+    except KernelBuildError as error:
+        return f"not built: {error}"
+    if missing:
+        return f"not built yet for {', '.join(missing)}; the first use will, in about a minute"
+    return f"built for {', '.join(architectures)}"
+
+
+def _advice() -> list[str]:
+    lines = []
+    if find_nvcc() is None and torch.cuda.is_available():
+        lines.append(f"For the CUDA kernels: {INSTALL_NVCC}")
+    if find_nvcc() is not None and find_gcc() is None:
+        lines.append("nvcc needs a C++ compiler: install g++, for example with `apt install g++`.")
+    if not torch.cuda.is_available():
+        lines.append("No GPU is used: models run through plain torch on the CPU. That is all they need.")
+    return lines
+
+
+def _resource_table(rows: list[KernelResources]) -> Table:
+    table = Table(title="Compiled kernels")
+    table.add_column("kernel", no_wrap=True)
+    table.add_column("GPU", no_wrap=True)
+    for name in ("registers", "spilled", "shared"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        numbers = [str(row.num_registers), str(row.spilled_bytes), str(row.shared_bytes)]
+        table.add_row(escape(row.kernel), row.architecture, *numbers)
+    return table

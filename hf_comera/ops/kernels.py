@@ -1,0 +1,195 @@
+"""The CUDA kernels as a loaded library, or the reason why there is none; nothing happens at import.
+
+The first use on a machine compiles them, which takes about a minute; ``build_kernels`` does it beforehand.
+"""
+
+import ctypes
+import functools
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_comera.ops.kernel_build import KernelBuildError, build_emulated_library, build_library, is_built
+
+__all__ = [
+    "KernelResources",
+    "build_kernels",
+    "check_status",
+    "device_refusal",
+    "emulated_kernels",
+    "kernels_refusal",
+    "load_kernels",
+    "local_architectures",
+]
+
+LOGGER = logging.getLogger(__name__)
+# Arguments of the C functions: p pointer, i int, l 64-bit int; the result first.
+SIGNATURES = {
+    "hf_comera_error_message": "s i",
+    "hf_comera_low_rank_ffn": "i ipppppppppp liiiiiiip",
+    "hf_comera_tt_halves_row": "i",
+    "hf_comera_tt_halves_splits": "i",
+    "hf_comera_tt_halves": "i pipliip",
+    "hf_comera_ttm_shares": "i",
+    "hf_comera_ttm_max_row": "i",
+    "hf_comera_ttm_rows": "i pppp lliiiiiip",
+    "hf_comera_ttm_gradients": "i ppppppppp llliiiiiiip",
+    "hf_comera_low_rank_linear": "i ipppppp liiiip",
+    "hf_comera_low_rank_linear_chunks": "l ilii",
+    "hf_comera_low_rank_linear_backward": "i ippppppppppppp liiiip",
+}
+TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "s": ctypes.c_char_p}
+STATUS = {
+    -1: "this rank is not supported",
+    -2: "this precision is not supported",
+    -3: "this activation is not supported",
+    -4: "a size is negative or too large",
+}
+PRECISIONS = ["bf16", "tf32", "fp32"]  # the numbers of kernels/fragments.h
+MINIMUM_CAPABILITY = (8, 0)
+
+
+class KernelResources(NamedTuple):
+    """What one compiled kernel takes of a multiprocessor."""
+
+    kernel: str
+    architecture: str
+    num_registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def build_kernels(architectures: Sequence[str] | None = None) -> list[KernelResources]:
+    """Compile the kernels, or find them in the cache, and say what each one takes.
+
+    Args:
+        architectures: Names such as ``"sm_90a"``; default are the GPUs of this machine.
+
+    Raises:
+        ValueError: If a name is not supported.
+        KernelBuildError: If there is no GPU and no name, no nvcc, or the compiler fails.
+    """
+    names = list(architectures or []) or local_architectures()
+    if not names:
+        raise KernelBuildError(
+            f"{device_refusal()}. Name the architecture to build for another machine, for example 'sm_90a'."
+        )
+    logs = [build_library(name).log.read_text(encoding="utf-8") for name in names]
+    return [row for log in logs for row in read_resources(log)]
+
+
+def local_architectures() -> list[str]:
+    """Architectures of the GPUs that torch sees and the kernels support."""
+    if not torch.cuda.is_available():
+        return []
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return sorted({_architecture(device) for device in devices if device_refusal(device) is None})
+
+
+def device_refusal(device: torch.device | None = None) -> str | None:
+    """Why a GPU (default: the first) cannot run the kernels, or None where it can. Compiles nothing."""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    index = 0 if device is None else device.index or 0
+    capability = torch.cuda.get_device_capability(index)
+    if capability >= MINIMUM_CAPABILITY:
+        return None
+    name = torch.cuda.get_device_name(index)
+    return f"the GPU ({name}) has compute capability {capability[0]}.{capability[1]}, the kernels need 8.0 or newer"
+
+
+@functools.cache
+def load_kernels(device: torch.device) -> ctypes.CDLL:
+    """The library for a GPU, compiled on first use.
+
+    Raises:
+        KernelBuildError: With the reason, if there is none.
+    """
+    if reason := device_refusal(device):
+        raise KernelBuildError(reason)
+    architecture = _architecture(device)
+    if not is_built(architecture):
+        LOGGER.warning("Compiling the CUDA kernels for %s with nvcc, once; this takes about a minute.", architecture)
+    return _load(build_library(architecture).library)
+
+
+@functools.cache
+def emulated_kernels() -> ctypes.CDLL:
+    """The same kernels for CPU tensors, very slow; for tests.
+
+    Raises:
+        KernelBuildError: If g++ is missing or fails.
+    """
+    return _load(build_emulated_library().library)
+
+
+@functools.cache
+def kernels_refusal(device: torch.device) -> str | None:
+    """Why the kernels cannot be used on a GPU, or None where they can; compiles them if that has not been done.
+
+    The answer is kept: a failing compiler is not started again in this process.
+    """
+    try:
+        load_kernels(device)
+    except (KernelBuildError, OSError) as error:
+        return str(error)
+    return None
+
+
+def check_status(library: ctypes.CDLL, status: int, function: str) -> None:
+    """Turn an error code of the library into an exception.
+
+    Raises:
+        RuntimeError: If ``status`` is not 0.
+    """
+    if status > 0:
+        raise RuntimeError(f"{function} failed: CUDA says {library.hf_comera_error_message(status).decode()!r}.")
+    if status < 0:
+        raise RuntimeError(f"{function} failed: {STATUS.get(status, f'status {status}')}.")
+
+
+def read_resources(log: str) -> list[KernelResources]:
+    """Rows of a build log of nvcc, in its order."""
+    rows, name, architecture, spilled = [], "", "", 0
+    for line in log.splitlines():
+        if found := re.search(r"Compiling entry function '(\S+)' for '(\w+)'", line):
+            (name, architecture), spilled = found.groups(), 0
+        elif found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            spilled = int(found[1]) + int(found[2])
+        elif name and (found := re.search(r"Used (\d+) registers", line)):
+            shared = re.search(r"(\d+) bytes smem", line)
+            registers, shared_bytes = int(found[1]), int(shared[1]) if shared else 0
+            rows.append(KernelResources(_readable(name), architecture, registers, spilled, shared_bytes))
+            name = ""
+    return rows
+
+
+def _readable(mangled: str) -> str:
+    """``linear<bf16, 32, aligned>`` from the name in the object file."""
+    found = re.search(r"\d+([a-z_]+)_kernel(?:I((?:L[ib]\d+E)+)E)?", mangled)
+    if found is None:
+        return mangled
+    values = [int(value) for value in re.findall(r"L[ib](\d+)E", found[2] or "")]
+    if len(values) == 3:
+        precision, rank, aligned = values
+        return f"{found[1]}<{PRECISIONS[precision]}, {rank}, {'aligned' if aligned else 'any sizes'}>"
+    return found[1] + (f"<{', '.join(map(str, values))}>" if values else "")
+
+
+def _architecture(device: torch.device) -> str:
+    """``sm_80``, or ``sm_90a`` with what only that architecture has."""
+    major, minor = torch.cuda.get_device_capability(device.index or 0)
+    return f"sm_{major}{minor}" + "a" * (major == 9)
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name, signature in SIGNATURES.items():
+        result, *arguments = [TYPES[letter] for letter in signature.replace(" ", "")]
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -1,0 +1,124 @@
+"""Calls of the CUDA kernels of a low-rank layer: torch tensors in and out, on the current stream.
+
+The kernels read the dtype of the activations: bfloat16 with sums in float32; float32 by tensor cores in tf32 where
+torch allows that for matrix products, else each product from three in tf32, which is as exact as float32.
+CPU tensors go to the emulated kernels, which are for tests.
+"""
+
+# Shapes here: T = tokens (any leading axes), I = in features, O = out features, R = rank, a multiple of 8.
+
+import torch
+from torch import Tensor
+
+from hf_comera.ops.kernel_calls import current_stream, kernel_library, on_device, pointers
+from hf_comera.ops.kernels import check_status, kernels_refusal
+from hf_comera.ops.rank_activation import check_rank_activation
+
+__all__ = ["kernel_precision", "low_rank_linear", "low_rank_linear_backward", "low_rank_linear_refusal"]
+
+ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2}  # the numbers of kernels/activations.h
+MAX_RANK = 128
+
+
+def low_rank_linear_refusal(x: Tensor, left: Tensor, right: Tensor) -> str | None:
+    """Why the kernels cannot take these tensors, or None where they can.
+
+    Shape:
+        x ``(..., I)``, left ``(R, I)``, right ``(R, O)``.
+    """
+    rank = left.shape[0]
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        return f"the kernels take torch.bfloat16 and torch.float32, not {x.dtype}"
+    if not x.dtype == left.dtype == right.dtype:
+        return f"x, left and right have different dtypes: {x.dtype}, {left.dtype}, {right.dtype}"
+    if not x.device == left.device == right.device:
+        return f"x, left and right are on different devices: {x.device}, {left.device}, {right.device}"
+    if rank % 8 or not 8 <= rank <= MAX_RANK:
+        return f"the kernels take ranks 8, 16, ..., {MAX_RANK}, not {rank}"
+    if x.shape[-1] != left.shape[1] or right.shape[0] != rank:
+        return f"shapes do not fit: x {tuple(x.shape)}, left {tuple(left.shape)}, right {tuple(right.shape)}"
+    if x.device.type not in ("cpu", "cuda"):
+        return f"the kernels run on CUDA devices, not on {x.device}"
+    return kernels_refusal(x.device) if x.device.type == "cuda" else None
+
+
+def low_rank_linear(
+    x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, rank_activation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """``code = x left^T`` and ``y = act(code) right + bias`` in one launch.
+
+    Shape:
+        x ``(..., I)``, left ``(R, I)``, right ``(R, O)``, bias ``(O,)``: y ``(..., O)``, code ``(..., R)``, before
+        the activation; both in the dtype of ``x``.
+
+    Raises:
+        ValueError: If the kernels cannot take the tensors; ``low_rank_linear_refusal`` says so beforehand.
+    """
+    _check(x, left, right, rank_activation)
+    x, left, right = x.contiguous(), left.contiguous(), right.contiguous()
+    bias = None if bias is None else bias.to(x.dtype).contiguous()
+    (rank, in_features), out_features = left.shape, right.shape[1]
+    y = x.new_empty(*x.shape[:-1], out_features)
+    code = x.new_empty(*x.shape[:-1], rank)
+    tensors = pointers(x, left, right, bias, y, code)
+    sizes = (x.shape[:-1].numel(), in_features, out_features, rank, ACTIVATIONS[rank_activation])
+    library = kernel_library(x.device)
+    with on_device(x.device):
+        status = library.hf_comera_low_rank_linear(kernel_precision(x), *tensors, *sizes, current_stream(x.device))
+    check_status(library, status, "low_rank_linear")
+    return y, code
+
+
+def low_rank_linear_backward(
+    grad_y: Tensor,
+    grad_code: Tensor | None,
+    x: Tensor,
+    code: Tensor,
+    left: Tensor,
+    right: Tensor,
+    *,
+    rank_activation: str | None = None,
+    needs_dx: bool = True,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    """Gradients of ``low_rank_linear``; the same bits each time.
+
+    Shape:
+        grad_y ``(..., O)``, grad_code and code ``(..., R)``: dx as ``x`` and in its dtype (None unless ``needs_dx``),
+        dleft ``(R, I)``, dright ``(R, O)`` and dbias ``(O,)`` in float32.
+
+    Raises:
+        ValueError: If the kernels cannot take the tensors.
+    """
+    _check(x, left, right, rank_activation)
+    grad_y, x, code = grad_y.to(x.dtype).contiguous(), x.contiguous(), code.contiguous()
+    grad_code = None if grad_code is None else grad_code.to(x.dtype).contiguous()
+    left, right = left.contiguous(), right.contiguous()
+    (rank, in_features), out_features = left.shape, right.shape[1]
+    sizes = (x.shape[:-1].numel(), in_features, out_features)
+    library, precision = kernel_library(x.device), kernel_precision(x)
+    dx = torch.empty_like(x) if needs_dx else None
+    grads = [x.new_empty(shape, dtype=torch.float32) for shape in (left.shape, right.shape, (out_features,))]
+    dcode, hidden = torch.empty_like(code), None if rank_activation is None else torch.empty_like(code)
+    num_chunks = library.hf_comera_low_rank_linear_chunks(precision, *sizes)
+    partials = x.new_empty(num_chunks, sum(grad.numel() for grad in grads), dtype=torch.float32)
+    tensors = pointers(grad_y, grad_code, x, code, left, right, dx, *grads, dcode, hidden, partials)
+    with on_device(x.device):
+        status = library.hf_comera_low_rank_linear_backward(
+            precision, *tensors, *sizes, rank, ACTIVATIONS[rank_activation], current_stream(x.device)
+        )
+    check_status(library, status, "low_rank_linear_backward")
+    return dx, grads[0], grads[1], grads[2]
+
+
+def _check(x: Tensor, left: Tensor, right: Tensor, rank_activation: str | None) -> None:
+    check_rank_activation(rank_activation)
+    if reason := low_rank_linear_refusal(x, left, right):
+        raise ValueError(f"low_rank_linear has no kernel for this: {reason}.")
+
+
+def kernel_precision(x: Tensor) -> int:
+    """The number of ``kernels/fragments.h``: bf16, tf32, or float32 as exact as it is without tensor cores."""
+    if x.dtype == torch.bfloat16:
+        return 0
+    # The one name that follows set_float32_matmul_precision, allow_tf32 and the newer settings alike.
+    return 1 if torch.backends.cuda.matmul.fp32_precision == "tf32" else 2

@@ -1,0 +1,181 @@
+"""Time the CUDA kernels against plain torch and against dense layers, on a GPU.
+
+    python scripts/bench_kernels.py
+
+`--help` says what is compared. Without a GPU nothing is measured.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from hf_comera.ops.ffn_kernels import low_rank_ffn
+from hf_comera.ops.kernels import kernels_refusal
+from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward
+from interleaved_timing import RESULTS, Timings, check_agreement, machine, positive_integer, replace_rows
+from interleaved_timing import time_interleaved as time_in_turns
+
+DESCRIPTION = """\
+Low-rank linear layers (forward, backward) and feed-forward blocks (forward):
+our kernels, the same products in plain torch, and the dense layers that they
+stand for, in turns. On a GPU each candidate is a CUDA graph of several calls,
+so that the time of launching from Python is not measured.
+
+Before anything is timed, kernels and plain torch must agree.
+"""
+DENSE, TORCH, KERNEL = "dense", "torch", "kernel"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
+TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5, "tf32": 5e-3}
+SHAPES = [(4096, 768, 768, 32), (4096, 768, 3072, 32), (4096, 3072, 768, 32), (16384, 1024, 4096, 64)]
+SMALL_SHAPES = [(40, 64, 96, 16)]
+CALLS_IN_A_GRAPH = 20
+
+
+def main() -> None:
+    """Measure every case, print the table, write the rows."""
+    args = parse_arguments()
+    device = torch.device("cpu" if args.emulated else "cuda", None if args.emulated else 0)
+    console = Console()
+    if not args.emulated and (reason := kernels_refusal(device)):
+        console.print(f"Nothing was measured: {reason}.", soft_wrap=True)
+        return
+    torch.manual_seed(0)
+    rows = []
+    for name in ["bf16"] if args.emulated else DTYPES:
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        for shape in SMALL_SHAPES if args.emulated else SHAPES:
+            for op, make in (("forward", forward), ("backward", backward), ("ffn forward", ffn)):
+                case = {"op": op, "format": name} | dict(zip(("tokens", "in", "out", "rank"), shape, strict=True))
+                candidates = make(shape, DTYPES[name], device)
+                check_agreement(str(case), candidates[KERNEL](), candidates[TORCH](), TOLERANCE[name])
+                rows.append(case | figures(time_on(device, candidates, args.rounds)))
+    report(console, rows)
+    if not args.emulated and not args.no_save:
+        here = machine() | {"gpu": torch.cuda.get_device_name(device)}
+        identity = ["op", "format", "tokens", "in", "out", "rank", "gpu"]
+        replace_rows(RESULTS / "bench_kernels.csv", [row | here for row in rows], identity)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--rounds", type=positive_integer, default=101, help="times that each is measured; default 101"
+    )
+    parser.add_argument("--no-save", action="store_true", help="only print; else rows go to scripts/results/")
+    parser.add_argument(
+        "--emulated",
+        action="store_true",
+        help="run one tiny case on the CPU through emulated kernels: a test of this script, its times mean nothing",
+    )
+    return parser.parse_args()
+
+
+def draw(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Random numbers whose products neither grow nor vanish."""
+    return (torch.randn(shape) / shape[-1] ** 0.25).to(device, dtype)
+
+
+def forward(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    """``y``, three ways."""
+    num_tokens, in_features, out_features, rank = shape
+    make = partial(draw, device, dtype)
+    x, left, right = make(num_tokens, in_features), make(rank, in_features), make(rank, out_features)
+    weight, bias = make(out_features, in_features), make(out_features)
+    return {
+        DENSE: lambda: torch.nn.functional.linear(x, weight, bias),
+        TORCH: lambda: torch.addmm(bias, x @ left.T, right),
+        KERNEL: lambda: low_rank_linear(x, left, right, bias)[0],
+    }
+
+
+def backward(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    """All gradients, three ways; the one of the input is returned."""
+    num_tokens, in_features, out_features, rank = shape
+    make = partial(draw, device, dtype)
+    x, left, right = make(num_tokens, in_features), make(rank, in_features), make(rank, out_features)
+    weight, grad_y, code = make(out_features, in_features), make(num_tokens, out_features), make(num_tokens, rank)
+
+    def dense() -> Tensor:
+        dx, _, _ = grad_y @ weight, grad_y.T @ x, grad_y.sum(0)
+        return dx
+
+    def plain() -> Tensor:
+        dcode = grad_y @ right.T
+        dx, _, _, _ = dcode @ left, dcode.T @ x, code.T @ grad_y, grad_y.sum(0)
+        return dx
+
+    return {
+        DENSE: dense,
+        TORCH: plain,
+        KERNEL: lambda: low_rank_linear_backward(grad_y, None, x, code, left, right)[0],
+    }
+
+
+def ffn(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    """``y`` of a block from ``in`` to ``out`` features and back with the exact GELU, three ways."""
+    num_tokens, features, hidden, rank = shape
+    make = partial(draw, device, dtype)
+    x, left_in, right_in = make(num_tokens, features), make(rank, features), make(rank, hidden)
+    left_out, right_out = make(rank, hidden), make(rank, features)
+    up, down = make(hidden, features), make(features, hidden)
+    gelu, linear = torch.nn.functional.gelu, torch.nn.functional.linear
+    return {
+        DENSE: lambda: linear(gelu(linear(x, up)), down),
+        TORCH: lambda: gelu(x @ left_in.T @ right_in) @ left_out.T @ right_out,
+        KERNEL: lambda: low_rank_ffn(x, left_in, right_in, left_out, right_out, "gelu")[0],
+    }
+
+
+def time_on(device: torch.device, candidates: dict[str, Callable[[], Tensor]], rounds: int) -> Timings:
+    """Seconds of one call of each candidate."""
+    if device.type == "cpu":
+        return time_in_turns(candidates, rounds)
+    timings = time_in_turns({name: replay(compute) for name, compute in candidates.items()}, rounds)
+    return Timings({name: [each / CALLS_IN_A_GRAPH for each in times] for name, times in timings.seconds.items()})
+
+
+def replay(compute: Callable[[], Tensor]) -> Callable[[], None]:
+    """A function that runs several calls as one CUDA graph and waits for them."""
+    compute()  # compiles and loads what it needs
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS_IN_A_GRAPH):
+            compute()
+
+    def run() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    return run
+
+
+def figures(timings: Timings) -> dict[str, float]:
+    """Microseconds, and how many times faster the kernel is than each of the others."""
+    microseconds = {f"{name}_us": round(timings.median(name) * 1e6, 2) for name in (DENSE, TORCH, KERNEL)}
+    ratios = {f"ratio_to_{name}": round(timings.ratio(KERNEL, name), 2) for name in (DENSE, TORCH)}
+    return microseconds | ratios | {"rounds": len(timings.seconds[KERNEL])}
+
+
+def report(console: Console, rows: list[dict[str, object]]) -> None:
+    """Print one line a case."""
+    table = Table("case", "shape", title="Microseconds of a call, and how many times faster the kernel is")
+    for name in (DENSE, TORCH, KERNEL, "x dense", "x torch"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        sizes = f"{row['tokens']} x {row['in']} x {row['out']} r{row['rank']}"
+        numbers = (
+            f"{row[key]:g}" for key in ("dense_us", "torch_us", "kernel_us", "ratio_to_dense", "ratio_to_torch")
+        )
+        table.add_row(f"{row['op']} {row['format']}", sizes, *numbers)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

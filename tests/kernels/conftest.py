@@ -1,0 +1,29 @@
+"""Kernels for the device of a test: compiled by g++ for a CPU, by nvcc for a GPU, and kept for later sessions."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hf_comera.ops.kernel_build import find_gcc
+from hf_comera.ops.kernels import emulated_kernels, kernels_refusal
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache_of_the_tests():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_COMERA_CACHE", str(Path(tempfile.gettempdir()) / f"hf_comera-tests-{os.getuid()}"))
+        yield
+
+
+@pytest.fixture
+def kernels(device, _cache_of_the_tests):
+    """The device, with its kernels ready."""
+    if device.type == "cuda":
+        assert kernels_refusal(device) is None
+    elif find_gcc() is None:
+        pytest.skip("g++ is not installed, so the kernels cannot be emulated on the CPU")
+    else:
+        emulated_kernels()
+    return device

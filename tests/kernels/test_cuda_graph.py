@@ -1,0 +1,44 @@
+"""hf_comera/ops/*_kernels.py: calls can be captured in a CUDA graph and replayed on new numbers."""
+
+import pytest
+import torch
+
+from hf_comera.ops.ffn_kernels import low_rank_ffn
+from hf_comera.ops.halves_kernels import Half, HalvesPlan
+from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward
+from hf_comera.ops.ttm_kernels import ttm_rows, ttm_table_gradients
+
+
+@pytest.mark.gpu
+def test_every_call_can_be_captured():
+    make = lambda *shape: torch.randn(shape, device="cuda")  # noqa: E731
+    x, left, right, grad_y = make(70, 64), make(32, 64), make(32, 96), make(70, 96)
+    left_out, right_out = make(16, 96), make(16, 64)
+    table_left, table_right, ids = make(4, 6, 8), make(5, 8, 7), torch.randint(0, 20, (70,), device="cuda")
+    plan = HalvesPlan([Half([make(1, 4, 6), make(6, 5, 8)], True, 20, 8)], torch.float32)
+
+    def compute():
+        y, code = low_rank_linear(x, left, right)
+        gradients = low_rank_linear_backward(grad_y, None, x, code, left, right)
+        block = low_rank_ffn(x, left, right, left_out, right_out, "gelu")
+        rows = ttm_rows(ids, table_left, table_right, 20, 42, torch.float32)
+        return [
+            y,
+            code,
+            *gradients,
+            *block,
+            rows,
+            *ttm_table_gradients(rows, ids, table_left, table_right, 20),
+            *plan.run(),
+        ]
+
+    compute()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = compute()
+    x.copy_(make(70, 64))
+    ids.copy_(torch.randint(0, 20, (70,), device="cuda"))
+    graph.replay()
+    for replayed, fresh in zip(captured, compute(), strict=True):
+        assert torch.equal(replayed, fresh)

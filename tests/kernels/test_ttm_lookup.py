@@ -1,0 +1,120 @@
+"""kernels/ttm_lookup.cu: rows and gradients of the half tables are those of plain torch on distinct ids."""
+
+import pytest
+import torch
+
+from hf_comera.ops.ttm_kernels import ttm_rows, ttm_table_gradients
+from tests.kernels.kernel_errors import assert_as_exact, between_nans
+
+# rows and columns of the left table, rank, rows and columns of the right table, vocabulary, embedding size, ids
+TABLES = [
+    pytest.param(4, 16, 32, 5, 48, 20, 768, 60, id="bert-sized-rows"),
+    pytest.param(7, 5, 6, 9, 7, 60, 33, 41, id="odd-and-padded"),
+    pytest.param(1, 1, 1, 6, 3, 6, 3, 5, id="one-row-left"),
+    pytest.param(12, 6, 3, 1, 1, 11, 6, 30, id="one-core"),
+    pytest.param(3, 40, 20, 4, 150, 12, 6000, 9, id="several-parts-of-a-table-row"),
+    pytest.param(20, 2, 4, 30, 2, 600, 4, 0, id="no-ids"),
+]
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+def make_tables(sizes, device):
+    a, h, r, b, k = sizes
+    return torch.randn(a, h, r, device=device), torch.randn(b, r, k, device=device)
+
+
+def dense(left, right, num_embeddings, embedding_dim):
+    rows = torch.einsum("ahr,brk->abhk", left, right)
+    return rows.flatten(2).flatten(0, 1)[:num_embeddings, :embedding_dim]
+
+
+def some_ids(num_embeddings, num_ids, device):
+    """Many duplicates, as words have."""
+    return (torch.rand(num_ids).pow(3) * num_embeddings).long().to(device)
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=str)
+@pytest.mark.parametrize(("a", "h", "r", "b", "k", "num_embeddings", "embedding_dim", "num_ids"), TABLES)
+def test_rows(a, h, r, b, k, num_embeddings, embedding_dim, num_ids, dtype, kernels):
+    left, right = make_tables((a, h, r, b, k), kernels)
+    ids = some_ids(num_embeddings, num_ids, kernels)
+    found = ttm_rows(ids, between_nans(left), between_nans(right), num_embeddings, embedding_dim, dtype)
+    plain = dense(left, right, num_embeddings, embedding_dim)[ids].to(dtype)
+    exact = dense(left.double(), right.double(), num_embeddings, embedding_dim)[ids]
+    assert found.dtype == dtype
+    assert_as_exact(NAMES[dtype], found, plain, exact)
+
+
+def gradients(sizes, num_embeddings, embedding_dim, num_ids, with_padding, dtype, device):
+    """Both tables' gradients as one vector: of the kernel, of plain torch and in float64."""
+    left, right = make_tables(sizes, device)
+    ids = some_ids(num_embeddings, num_ids, device)
+    padding_idx = int(ids[0]) if with_padding and num_ids else None
+    grad = torch.randn(num_ids, embedding_dim, device=device).to(dtype)
+    found = ttm_table_gradients(between_nans(grad), ids, left, right, num_embeddings, padding_idx)
+    assert [each.shape for each in found] == [left.shape, right.shape]
+
+    def reference(precision):
+        tables = [table.to(precision).requires_grad_() for table in (left, right)]
+        table = dense(*tables, num_embeddings, embedding_dim)
+        rows = torch.nn.functional.embedding(ids, table, padding_idx=padding_idx)
+        return torch.autograd.grad(rows, tables, grad.to(precision))
+
+    both = found, reference(torch.float32), reference(torch.float64)
+    return [torch.cat([each.flatten() for each in pair]) for pair in both]
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=str)
+@pytest.mark.parametrize("with_padding", [False, True])
+@pytest.mark.parametrize(("a", "h", "r", "b", "k", "num_embeddings", "embedding_dim", "num_ids"), TABLES)
+def test_gradients(a, h, r, b, k, num_embeddings, embedding_dim, num_ids, with_padding, dtype, kernels):
+    sizes = (a, h, r, b, k)
+    num_draws = 1 if embedding_dim > 10 else 16  # errors of a few numbers are more chance than anything
+    draws = [
+        gradients(sizes, num_embeddings, embedding_dim, num_ids, with_padding, dtype, kernels)
+        for _ in range(num_draws)
+    ]
+    assert_as_exact("fp32", *[torch.cat(parts) for parts in zip(*draws, strict=True)])
+
+
+def test_any_axes_of_ids_and_small_integers(kernels):
+    left, right = make_tables((3, 4, 5, 6, 7), kernels)
+    ids = torch.randint(0, 18, (2, 3, 4), dtype=torch.int32, device=kernels)
+    rows = ttm_rows(ids, left, right, 18, 28, torch.float32)
+    torch.testing.assert_close(rows, dense(left, right, 18, 28)[ids])
+    shaped = ttm_table_gradients(rows, ids, left, right, 18)
+    flat = ttm_table_gradients(rows.flatten(0, 2), ids.flatten(), left, right, 18)
+    assert all(torch.equal(one, other) for one, other in zip(shaped, flat, strict=True))
+
+
+def test_ids_outside_the_table_show_in_rows_and_not_in_gradients(kernels):
+    left, right = make_tables((3, 4, 5, 6, 7), kernels)
+    ids = torch.tensor([0, -1, 17, 16, 400], device=kernels)  # the cores cover 18, the table has 17
+    rows = ttm_rows(ids, left, right, 17, 28, torch.float32)
+    assert rows.isnan().all(1).tolist() == [False, True, True, False, True]
+    grad = torch.randn(5, 28, device=kernels)
+    inside = [0, 3]
+    for all_ids, good_ids in zip(
+        ttm_table_gradients(grad, ids, left, right, 17),
+        ttm_table_gradients(grad[inside], ids[inside], left, right, 17),
+        strict=True,
+    ):
+        assert torch.equal(all_ids, good_ids)
+
+
+def test_the_same_bits_each_time(kernels):
+    left, right = make_tables((7, 5, 6, 9, 7), kernels)
+    ids, grad = some_ids(60, 200, kernels), torch.randn(200, 33, device=kernels)
+    first, again = (ttm_table_gradients(grad, ids, left, right, 60) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+def test_says_what_it_cannot_take():
+    left, right = make_tables((2, 4, 5, 2, 7), "cpu")
+    ids = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="float64"):
+        ttm_rows(ids, left.double(), right, 4, 28, torch.float32)
+    with pytest.raises(ValueError, match="float16"):
+        ttm_rows(ids, left, right, 4, 28, torch.float16)
+    with pytest.raises(ValueError, match="ranks of the tables differ"):
+        ttm_rows(ids, left, right[:, 1:], 4, 28, torch.float32)

@@ -1,0 +1,121 @@
+"""hf_comera/ops/kernels.py: names why there are no kernels, and what compiled ones take."""
+
+import ctypes
+
+import pytest
+import torch
+
+from hf_comera.ops import kernels
+from hf_comera.ops.kernel_build import KernelBuild, KernelBuildError, find_nvcc
+from hf_comera.ops.kernels import KernelResources, build_kernels, check_status, kernels_refusal, load_kernels
+
+GPU = torch.device("cuda", 0)
+LOG = """
+ptxas info    : Compiling entry function '_ZN59_GLOBAL__N__ab_18_low_rank_linear_cu_8ee2064b13linear_kernelILi0ELi32ELb1EEEvNS_6LinearE' for 'sm_90a'
+ptxas info    : Function properties for _ZN59_GLOBAL__N
+    16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 40960 bytes smem
+ptxas info    : Compile time = 120.3 ms
+ptxas info    : Compiling entry function '_ZN12_GLOBAL__N_10sum_kernelENS_8BackwardE' for 'sm_80'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 32 registers, used 0 barriers
+ptxas info    : Compiling entry function '_ZN12_GLOBAL__N_12table_kernelILb1EEEvNS_9GradientsE' for 'sm_80'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 56 registers, used 1 barriers, 32768 bytes smem
+"""  # noqa: E501
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_loaded_yet():
+    load_kernels.cache_clear()
+    kernels_refusal.cache_clear()
+    yield
+    load_kernels.cache_clear()
+    kernels_refusal.cache_clear()
+
+
+def pretend_gpu(monkeypatch, *capabilities):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: capabilities[index])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "Pretended GPU")
+
+
+def test_reads_the_log_of_nvcc():
+    assert kernels.read_resources(LOG) == [
+        KernelResources("linear<bf16, 32, aligned>", "sm_90a", 128, 20, 40960),
+        KernelResources("sum", "sm_80", 32, 0, 0),
+        KernelResources("table<1>", "sm_80", 56, 0, 32768),
+    ]
+
+
+def test_says_that_there_is_no_gpu(monkeypatch):
+    pretend_gpu(monkeypatch)
+    assert "torch finds no CUDA device" in kernels_refusal(GPU)
+    with pytest.raises(KernelBuildError, match="no CUDA device"):
+        load_kernels(GPU)
+    with pytest.raises(KernelBuildError, match=r"no CUDA device.*'sm_90a'"):
+        build_kernels()
+
+
+def test_says_that_the_gpu_is_too_old(monkeypatch):
+    pretend_gpu(monkeypatch, (7, 5))
+    assert "Pretended GPU" in kernels_refusal(GPU)
+    assert "7.5" in kernels_refusal(GPU)
+    assert "8.0" in kernels_refusal(GPU)
+
+
+def test_passes_on_why_a_build_fails(monkeypatch, caplog):
+    def fail(architecture):
+        raise KernelBuildError(f"no nvcc for {architecture}")
+
+    pretend_gpu(monkeypatch, (9, 0), (8, 6))
+    monkeypatch.setattr(kernels, "is_built", lambda architecture: False)
+    monkeypatch.setattr(kernels, "build_library", fail)
+    with caplog.at_level("WARNING"):
+        assert kernels_refusal(GPU) == "no nvcc for sm_90a"
+    assert "Compiling the CUDA kernels for sm_90a" in caplog.text  # a silent minute looks like a hang
+    assert kernels_refusal(torch.device("cuda", 1)) == "no nvcc for sm_86"
+
+
+def test_builds_for_every_gpu_that_is_new_enough(monkeypatch, tmp_path):
+    asked = []
+    (tmp_path / "log").write_text(LOG)
+
+    def build_library(architecture):
+        asked.append(architecture)
+        return KernelBuild(tmp_path / "library", tmp_path / "log")
+
+    pretend_gpu(monkeypatch, (9, 0), (7, 5), (8, 0), (9, 0))
+    monkeypatch.setattr(kernels, "build_library", build_library)
+    assert len(build_kernels()) == 6
+    assert asked == ["sm_80", "sm_90a"]
+
+
+def test_error_codes_become_exceptions():
+    class Library:
+        @staticmethod
+        def hf_comera_error_message(status):
+            return b"out of luck"
+
+    check_status(Library, 0, "f")
+    with pytest.raises(RuntimeError, match=r"f failed: CUDA says 'out of luck'"):
+        check_status(Library, 2, "f")
+    with pytest.raises(RuntimeError, match="rank is not supported"):
+        check_status(Library, -1, "f")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_nvcc() is None, reason="nvcc is not installed")
+def test_kernels_of_aligned_sizes_do_not_spill(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_COMERA_CACHE", str(tmp_path))
+    rows = build_kernels(["sm_90a"])
+    assert {row.architecture for row in rows} == {"sm_90a"}
+    names = {row.kernel.partition("<")[0] for row in rows}
+    linear = {"linear", "code_gradient", "product", "sum"}
+    assert names == linear | {"ffn", "halves", "rows", "grad_rows", "table"}
+    spilling = [row for row in rows if row.spilled_bytes and "any sizes" not in row.kernel]
+    assert not spilling
+    (library,) = tmp_path.rglob("*.so")
+    loaded = ctypes.CDLL(str(library))
+    assert all(hasattr(loaded, name) for name in kernels.SIGNATURES)
