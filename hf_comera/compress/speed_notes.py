@@ -8,6 +8,8 @@ from torch import nn
 
 from hf_comera.compress.family_costs import FamilyCost
 from hf_comera.modules import TiedHead, TTLinear
+from hf_comera.ops.kernels import kernels_refusal
+from hf_comera.ops.low_rank_linear import kernels_are_wanted
 from hf_comera.tt.machine import Machine
 
 __all__ = ["speed_notes"]
@@ -27,6 +29,10 @@ def _about_the_machine(device: torch.device) -> Iterator[str]:
         yield "No GPU: torch finds no CUDA device, so the model runs on the CPU."
     elif device.type != "cuda":
         yield f"A GPU is there, but the model is on {device.type!r}: model.to('cuda') moves it."
+    elif not kernels_are_wanted():
+        yield "CUDA kernels are off, since none has run on a GPU yet: hf_comera.ops.use_kernels() turns them on."
+    elif reason := kernels_refusal(device):
+        yield f"CUDA kernels cannot run: {reason}. Operators run in plain torch."
     if shutil.which("nvcc") is None:
         yield "No nvcc on the PATH: CUDA sources cannot be built, so operators run in plain torch."
 

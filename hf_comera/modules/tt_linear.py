@@ -13,6 +13,7 @@ from hf_comera.modules.joined import JoinedProjections
 from hf_comera.modules.stamp import can_keep
 from hf_comera.modules.wide_hidden import WideHidden, pays
 from hf_comera.ops.halves import layer_halves, padded_rank
+from hf_comera.ops.low_rank_linear import kernels_are_wanted, low_rank_linear
 from hf_comera.ops.path_linear import dense_linear, path_linear
 from hf_comera.ops.precision import autocast_input, chain_dtype, without_autocast
 from hf_comera.ops.rank_activation import check_rank_activation, shrinkage
@@ -120,6 +121,9 @@ class TTLinear(TensorTrainModule):
         if not isinstance(x, WideHidden) and (path := self._other_path(x)) is not None:
             return self._along(path, x)
         left, right = self._halves(autocast_input(x).dtype)
+        if x.is_cuda and self.joined is None and kernels_are_wanted():
+            with without_autocast(x):
+                return low_rank_linear(x.to(left.dtype), left, right, self.bias, self.rank_activation)
         if isinstance(x, WideHidden):
             code = x.code(left)
         else:
