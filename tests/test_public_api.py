@@ -31,7 +31,15 @@ PUBLIC = {
         "write_model_card",
     },
     "hf_comera.modules": {"TTLinear", "TTMEmbedding", "TensorTrainModule", "TiedEmbedding", "TiedHead"},
-    "hf_comera.ops": {"dense_linear", "path_linear", "tt_linear", "ttm_lookup", "ttm_project"},
+    "hf_comera.ops": {
+        "dense_linear",
+        "low_rank_linear",
+        "path_linear",
+        "tt_linear",
+        "ttm_lookup",
+        "ttm_project",
+        "use_kernels",
+    },
     "hf_comera.training": {
         "ComeraCallback",
         "ComeraTrainer",

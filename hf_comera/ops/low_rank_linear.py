@@ -91,6 +91,7 @@ def _low_rank_linear_backward(
     code: Tensor,
     left: Tensor,
     right: Tensor,
+    *,
     activation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, left, right and bias; those of the halves and the bias in float32 or better."""
@@ -115,6 +116,7 @@ def _(
     code: Tensor,
     left: Tensor,
     right: Tensor,
+    *,
     activation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     exact = torch.promote_types(x.dtype, torch.float32)
@@ -130,6 +132,7 @@ def _(
     code: Tensor,
     left: Tensor,
     right: Tensor,
+    *,
     activation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not _wanted or low_rank_kernels.low_rank_linear_refusal(x, left, right):
