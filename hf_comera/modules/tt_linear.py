@@ -27,6 +27,9 @@ from hf_comera.tt.shapes import check_factors, factorize, useful_ranks
 
 __all__ = ["TTLinear"]
 
+# The two-sided path shares its halves with all layers, and its codes with siblings: another must save more than that.
+WORTH_ANOTHER_PATH = 0.8
+
 
 class TTLinear(TensorTrainModule):
     """``y = x W + bias``, where W is stored as tensor-train cores and never formed.
@@ -139,10 +142,8 @@ class TTLinear(TensorTrainModule):
         It is planned for assumed speeds of a device, so that it is the same in every process and after a restart.
         """
         sizes = (self.in_factors, self.out_factors, self.in_features, self.out_features)
-        path = _planned(sizes, self.ranks, max(1, rows), dtype, self.core_0.is_cuda, training=training)
-        if self.rank_activation is None or path.kind == "two-sided":
-            return path
-        return next(path for path in candidate_paths(path.problem) if path.kind == "two-sided")
+        best, two_sided = _planned(sizes, self.ranks, max(1, rows), dtype, self.core_0.is_cuda, training=training)
+        return two_sided if self.rank_activation is not None else best
 
     def _other_path(self, x: Tensor) -> ContractionPath | None:
         """The path to take, if it is not the two-sided one; None also in compiled code, which cannot plan."""
@@ -258,10 +259,11 @@ def _planned(
     on_gpu: bool,
     *,
     training: bool,
-) -> ContractionPath:
+) -> tuple[ContractionPath, ContractionPath]:
+    """The path to take, and the two-sided one, which is taken where another would hardly be sooner."""
     in_factors, out_factors, in_features, out_features = sizes
     middle = len(in_factors) - 1
-    return plan_path(
+    best = plan_path(
         in_factors,
         out_factors,
         (*ranks[:middle], padded_rank(ranks[middle]), *ranks[middle + 1 :]),
@@ -273,3 +275,5 @@ def _planned(
         in_features=in_features,
         out_features=out_features,
     )
+    two_sided = next(path for path in candidate_paths(best.problem) if path.kind == "two-sided")
+    return (best if best.seconds < WORTH_ANOTHER_PATH * two_sided.seconds else two_sided), two_sided
