@@ -28,6 +28,5 @@ def wire(model: nn.Module) -> None:
 
 def _join(layers: list[TTLinear]) -> None:
     group = JoinedProjections()
-    for layer in layers:
-        group.add(layer)
-        layer.joined = group
+    for place, layer in enumerate(layers):
+        layer.join(group, place)

@@ -4,7 +4,7 @@ When the halves of a layer no longer hold, those of all members are built again 
 since how many are built together shows in the last bits, and a resumed run must not differ in any.
 
 Halves hold while the cores and gates bear the same stamp (``modules/stamp.py``). Halves with a gradient hold past a
-backward pass only while gradients are being accumulated, that is while ``.grad`` is there.
+backward pass only on a CPU, and only while gradients are being accumulated, that is while ``.grad`` is there.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ class HalvesBank:
 
     def _build(self, layer: TTLinear, dtype: torch.dtype) -> _Entry:
         """Build the halves of ``layer``, and with them those of all members that no longer hold."""
-        members = {} if layer in self._entries else {layer: dtype}
-        for member, entry in list(self._entries.items()):
+        # in backward (checkpointing) autograd would send each piece of the gradient through all members
+        alone = layer not in self._entries or torch._C._current_graph_task_id() != -1
+        members = {layer: dtype} if alone else {}
+        for member, entry in [] if alone else list(self._entries.items()):
             tensors = member.train_parameters()
             member_dtype = dtype if entry is None or member is layer else entry.dtype
             if can_keep(tensors) and not (entry is not None and entry.holds(tensors, member_dtype)):
@@ -73,8 +75,10 @@ class HalvesBank:
         lefts, rights = _build_sides(members, on_left=True), _build_sides(members, on_left=False)
         for member, member_dtype in members.items():
             (left, left_side), (right, right_side) = lefts[member], rights[member]
-            stamp = Stamp.of(member.train_parameters())
-            self._entries[member] = _Entry(left, right, member_dtype, (left_side, right_side), stamp)
+            tensors = member.train_parameters()
+            trained = tuple(tensor.requires_grad for tensor in tensors) if torch.is_grad_enabled() else None
+            stamp = Stamp.of(tensors)
+            self._entries[member] = _Entry(left, right, member_dtype, (left_side, right_side), stamp, trained)
         return self._entries[layer]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HalvesBank:
@@ -94,6 +98,8 @@ class _Entry:
     dtype: torch.dtype
     sides: tuple[Side, Side]
     stamp: Stamp
+    trained: tuple[bool, ...] | None
+    """Which cores and gates the halves have a gradient for; None if they were built without."""
     others: dict[str, Any] = field(default_factory=dict)
 
     def holds(self, tensors: list[Tensor], dtype: torch.dtype) -> bool:
@@ -102,11 +108,13 @@ class _Entry:
             return False
         if not torch.is_grad_enabled():
             return True
-        trained = [tensor for tensor in tensors if tensor.requires_grad]
-        if trained and not (self.left.requires_grad or self.right.requires_grad):
-            return False
-        met_backward = any(side.has_met_backward for side in self.sides)
-        return not met_backward or all(tensor.grad is not None for tensor in trained)
+        if self.trained != tuple(tensor.requires_grad for tensor in tensors):
+            return self.trained is None and not any(t.requires_grad for t in tensors) and not self.left.is_inference()
+        if not any(side.has_met_backward for side in self.sides):
+            return True
+        return self.stamp.sees_every_edit and all(
+            tensor.grad is not None for tensor in tensors if tensor.requires_grad
+        )
 
 
 def _build_sides(members: dict[TTLinear, torch.dtype], on_left: bool) -> dict[TTLinear, tuple[Tensor, Side]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,55 +17,75 @@ if TYPE_CHECKING:
 
 __all__ = ["JoinedProjections"]
 
+_Origin = tuple["weakref.ref[Tensor]", tuple[Any, ...]]
+
 
 class JoinedProjections:
     """Siblings in the order in which a model calls them; the first to be called makes the codes of all.
 
-    A code waits until its layer is called with the very tensor that it was made from. A layer that gets another one
-    makes its own code. A copied or pickled group is new; the copies of its members join it again.
+    A code waits until its layer is called with the very tensor that it was made from, and while that layer's left half
+    is the one that it was made with. A layer that gets another tensor makes its own code. A copied or pickled group is
+    new; the copies of its members join it again.
     """
 
     def __init__(self) -> None:
-        self._members: list[weakref.ref[TTLinear]] = []
-        self._waiting: dict[int, Tensor] = {}
-        self._made_from: tuple[weakref.ref[Tensor], int, bool] | None = None
+        self._members: dict[int, weakref.ref[TTLinear]] = {}
+        # one object, replaced as a whole, since threads share it
+        self._pending: tuple[_Origin, dict[int, tuple[Tensor, Tensor]]] | None = None
         self.num_wasted = 0
         """Codes that were made and never asked for, since the training mode was last set."""
         self.num_joined = 0
         """Codes that were made with that of a sibling, in all."""
         self.enabled = True
 
-    def add(self, layer: TTLinear) -> None:
-        """Make ``layer`` the last of the siblings."""
-        self._members.append(weakref.ref(layer))
+    @property
+    def num_waiting(self) -> int:
+        """Codes that have been made and not yet asked for."""
+        pending = self._pending
+        return 0 if pending is None else len(pending[1])
+
+    def add(self, layer: TTLinear, place: int) -> None:
+        """Make ``layer`` the sibling at ``place``, unless there is one."""
+        present = self._members.get(place)
+        if present is None or present() is None:
+            self._members[place] = weakref.ref(layer)
 
     def code(self, layer: TTLinear, x: Tensor, left: Tensor) -> Tensor:
         """``x @ left.T`` for the left half of ``layer``; the codes of its siblings are made in the same product."""
-        origin = _origin(x)
-        if origin is not None and self._made_from is not None and _same(self._made_from, origin):
-            code = self._waiting.pop(id(layer), None)
-            if code is not None:
-                self._made_from = self._made_from if self._waiting else None
+        origin, pending = _origin(x), self._pending
+        if origin is not None and pending is not None and _same(pending[0], origin):
+            code, half = pending[1].pop(id(layer), (None, None))
+            if not pending[1]:
+                self._pending = None
+            if code is not None and half is left:
                 return code
         siblings = self._siblings(layer) if origin is not None else []
-        if not siblings:
+        if origin is None or not siblings:
             return to_code(x, left)
-        self.num_wasted += len(self._waiting)
+        self.num_wasted += self.num_waiting
         lefts = [left, *(sibling._halves(left.dtype)[0] for sibling in siblings)]
-        codes = to_code(x, torch.cat(lefts)).split([half.shape[0] for half in lefts], dim=-1)
-        self._waiting = {id(sibling): code for sibling, code in zip(siblings, codes[1:], strict=True)}
-        self._made_from = origin
+        joint = to_code(x, torch.cat(lefts))
+        if joint.requires_grad:  # a code that has met backward cannot be used any more
+            joint.register_hook(partial(self._forget, origin[0]))
+        codes = joint.split([half.shape[0] for half in lefts], dim=-1)
+        waiting = zip(siblings, codes[1:], lefts[1:], strict=True)
+        self._pending = (origin, {id(sibling): (code, half) for sibling, code, half in waiting})
         self.num_joined += len(siblings)
         return codes[0]
 
     def reset(self) -> None:
         """Let go of waiting codes; stop joining if some were made in vain."""
-        self.enabled = self.enabled and self.num_wasted + len(self._waiting) == 0
-        self._waiting, self._made_from, self.num_wasted = {}, None, 0
+        self.enabled = self.enabled and self.num_wasted + self.num_waiting == 0
+        self._pending, self.num_wasted = None, 0
+
+    def _forget(self, x: weakref.ref[Tensor], grad: Tensor) -> None:
+        if self._pending is not None and self._pending[0][0] is x:
+            self.num_wasted += self.num_waiting
+            self._pending = None
 
     def _siblings(self, layer: TTLinear) -> list[TTLinear]:
         """The members after ``layer``, the first; none if ``layer`` is another or a member cannot join."""
-        members = [member() for member in self._members]
+        members = [self._members[place]() for place in sorted(self._members)]
         if not self.enabled or not members or members[0] is not layer:
             return []
         others = [member for member in members[1:] if member is not None]
@@ -80,12 +101,13 @@ class JoinedProjections:
         return JoinedProjections, ()
 
 
-def _origin(x: Tensor) -> tuple[weakref.ref[Tensor], int, bool] | None:
-    """What tells whether a code was made from ``x`` as it is now; None where that cannot be told."""
+def _origin(x: Tensor) -> _Origin | None:
+    """What tells whether a code was made from ``x`` as it is now, and in the same region of checkpointing."""
     if torch.compiler.is_compiling() or x.is_inference():
         return None
-    return weakref.ref(x), x._version, torch.is_grad_enabled()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return weakref.ref(x), (x._version, torch.is_grad_enabled(), hooks)
 
 
-def _same(one: tuple[weakref.ref[Tensor], int, bool], other: tuple[weakref.ref[Tensor], int, bool]) -> bool:
-    return one[0]() is other[0]() and one[1:] == other[1:]
+def _same(one: _Origin, other: _Origin) -> bool:
+    return one[0]() is other[0]() and one[1] == other[1]

@@ -1,13 +1,14 @@
 """Stamps on cores and gates, which tell whether what was once made from them still holds.
 
-A stamp fits while the tensors are the same objects in the same memory at the same version, and no optimizer has made a
-step: some write to parameters behind torch's back. What slips past torch's version counters, an edit through
-``core.data``, is seen on a CPU by sampled entries; on other devices ``layer.train()``, ``layer.eval()`` or a step of
-an optimizer make everything new.
+A stamp fits while the tensors are the same objects in the same memory and shape at the same version, and no optimizer
+has made a step: some write to parameters behind torch's back. What slips past torch's version counters, an edit
+through ``core.data``, is seen on a CPU by sampled entries, so not where it changes single ones only; on other devices
+``layer.train()``, ``layer.eval()`` or a step of an optimizer make everything new.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 __all__ = ["Kept", "Stamp", "can_keep"]
 
 T = TypeVar("T")
+_State = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
 _PROBES = 4
 """Entries of a tensor that are compared to see edits which torch does not count."""
@@ -41,10 +43,10 @@ def can_keep(tensors: list[Tensor]) -> bool:
     Not if one is empty, sharded, a stand-in or traced by a transform, or is itself computed from something else; and
     not in compiled code, where the compiler sees plain products.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _is_traced():
         return False
     return all(
-        type(tensor) in (torch.nn.Parameter, Tensor)
+        type(tensor) is torch.nn.Parameter
         and tensor.is_leaf
         and tensor.numel() > 0
         and not (tensor.is_meta or tensor.is_inference())
@@ -58,7 +60,7 @@ class Stamp:
 
     tensors: list[Tensor]
     memory: list[Tensor]  # holds the memory, so that no other tensor can come to lie there
-    state: list[tuple[int, int]]
+    states: list[_State]
     probes: list[_Probe]
     num_steps: int
     capturing: bool
@@ -67,37 +69,73 @@ class Stamp:
     def of(cls, tensors: list[Tensor]) -> Stamp:
         """The stamp of ``tensors`` as they are."""
         memory = [tensor.detach() for tensor in tensors]
-        state = [(tensor._version, tensor.data_ptr()) for tensor in tensors]
-        return cls(tensors, memory, state, [_Probe(tensor) for tensor in memory], _num_steps, _capturing(tensors[0]))
+        states = [_state(tensor) for tensor in tensors]
+        return cls(tensors, memory, states, [_Probe(tensor) for tensor in memory], _num_steps, _capturing(tensors[0]))
+
+    @property
+    def sees_every_edit(self) -> bool:
+        """Whether edits that torch does not count are seen: all tensors are on a CPU."""
+        return all(probe.addresses for probe in self.probes)
 
     def fits(self, tensors: list[Tensor]) -> bool:
         """Whether nothing has changed."""
-        if self.num_steps != _num_steps or self.capturing != _capturing(tensors[0]) or len(tensors) != len(self.state):
+        if (
+            self.num_steps != _num_steps
+            or self.capturing != _capturing(tensors[0])
+            or len(tensors) != len(self.states)
+        ):
             return False
-        for new, old, state in zip(tensors, self.tensors, self.state, strict=True):
-            if new is not old or (new._version, new.data_ptr()) != state:
+        for new, old, state in zip(tensors, self.tensors, self.states, strict=True):
+            if new is not old or _state(new) != state:
                 return False
         return all(probe.sees_no_change() for probe in self.probes)
 
 
+def _state(tensor: Tensor) -> _State:
+    return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 class _Probe:
-    """A few entries of a tensor on a CPU, as bits, to compare; nothing elsewhere."""
+    """A few entries of a tensor on a CPU, as bytes, to compare; nothing elsewhere.
+
+    They are read from where they lie, once the state says that the tensor still lies there: ten times as fast as
+    through torch, and unlike an array of numpy it leaves the memory free to be resized.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.places: list[int] = []
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
+        self.addresses: list[int] = []
+        if tensor.device.type != "cpu" or not tensor.numel():
             return
-        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-        self.entries = tensor.view(-1).view(bits).numpy()  # reads single entries ten times as fast as a tensor
-        self.places = [index * (tensor.numel() - 1) // (_PROBES - 1) for index in range(_PROBES)]
+        self.kind = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}[tensor.itemsize]
+        places = {index * (tensor.numel() - 1) // (_PROBES - 1) for index in range(_PROBES)}
+        self.addresses = [tensor.data_ptr() + _offset(tensor, place) * tensor.itemsize for place in sorted(places)]
         self.values = self._read()
 
     def _read(self) -> list[int]:
-        return [self.entries.item(place) for place in self.places]
+        return [self.kind.from_address(address).value for address in self.addresses]
 
     def sees_no_change(self) -> bool:
         """Whether the entries are what they were."""
-        return not self.places or self._read() == self.values
+        return not self.addresses or self._read() == self.values
+
+
+def _offset(tensor: Tensor, place: int) -> int:
+    """Where entry number ``place`` lies, in entries from the first."""
+    offset = 0
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        place, index = divmod(place, size)
+        offset += index * stride
+    return offset
+
+
+def _is_traced() -> bool:
+    """Whether what is computed now is written down for another time, or on stand-ins without values."""
+    modes = torch._C._TorchDispatchModeKey
+    return bool(
+        torch._C._get_tracing_state()
+        or torch._C._get_dispatch_mode(modes.FAKE)
+        or torch._C._get_dispatch_mode(modes.PROXY)
+    )
 
 
 def _capturing(core: Tensor) -> bool:

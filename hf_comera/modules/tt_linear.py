@@ -15,7 +15,7 @@ from hf_comera.modules.wide_hidden import WideHidden, pays
 from hf_comera.ops.halves import layer_halves, padded_rank
 from hf_comera.ops.low_rank_linear import kernels_are_wanted, low_rank_linear
 from hf_comera.ops.path_linear import dense_linear, path_linear
-from hf_comera.ops.precision import autocast_input, chain_dtype, without_autocast
+from hf_comera.ops.precision import autocast_dtype, chain_dtype, without_autocast
 from hf_comera.ops.rank_activation import check_rank_activation, shrinkage
 from hf_comera.ops.tt_linear import activate, from_code, to_code
 from hf_comera.tt.contraction import apply_parts, build_parts
@@ -123,7 +123,7 @@ class TTLinear(TensorTrainModule):
             return removed_output(x, self.out_features, self.bias)
         if not isinstance(x, WideHidden) and (path := self._other_path(x)) is not None:
             return self._along(path, x)
-        left, right = self._halves(autocast_input(x).dtype)
+        left, right = self._halves(autocast_dtype(x))
         if x.is_cuda and self.joined is None and kernels_are_wanted():
             with without_autocast(x):
                 return low_rank_linear(x.to(left.dtype), left, right, self.bias, self.rank_activation)
@@ -147,15 +147,15 @@ class TTLinear(TensorTrainModule):
 
     def _other_path(self, x: Tensor) -> ContractionPath | None:
         """The path to take, if it is not the two-sided one; None also in compiled code, which cannot plan."""
-        if self.rank_activation is not None or torch.compiler.is_compiling():
+        if self.rank_activation is not None or torch.compiler.is_compiling() or torch._C._get_tracing_state():
             return None
         training = torch.is_grad_enabled() and (x.requires_grad or self.core_0.requires_grad)
-        path = self.path(x.numel() // self.in_features, autocast_input(x).dtype, training=training)
+        path = self.path(x.numel() // self.in_features, autocast_dtype(x), training=training)
         return None if path.kind == "two-sided" else path
 
     def _along(self, path: ContractionPath, x: Tensor) -> Tensor:
         """What the layer computes, along a path that is not two-sided; its parts are kept where nothing trains."""
-        dtype = autocast_input(x).dtype
+        dtype = autocast_dtype(x)
         if not torch.is_grad_enabled() and can_keep(self.train_parameters()):
             cores = [core.to(chain_dtype(core)) for core in self.gated_cores()]
             parts = self.halves_bank.kept(self, dtype, path.label, lambda: build_parts(cores, path, dtype))
@@ -179,6 +179,11 @@ class TTLinear(TensorTrainModule):
         self.halves_bank = bank
         bank.add(self)
 
+    def join(self, group: JoinedProjections, place: int) -> None:
+        """Share a product with the other members of ``group``, of which this is number ``place`` to be called."""
+        self.joined, self._place = group, place
+        group.add(self, place)
+
     def train(self, mode: bool = True) -> "TTLinear":
         """Set the training mode, and free what was kept."""
         self.halves_bank.drop(self)
@@ -191,7 +196,7 @@ class TTLinear(TensorTrainModule):
         super().__setstate__(state)
         self.halves_bank.add(self)
         if self.joined is not None:
-            self.joined.add(self)
+            self.joined.add(self, self._place)
 
     def weight_shape(self) -> tuple[int, int]:
         """``(out_features, in_features)``, or ``(in_features, out_features)`` if ``transposed``."""

@@ -8,7 +8,7 @@ so no model has to know of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
+from hf_comera.ops.gradients import gradients_of
 from hf_comera.ops.tt_linear import from_code
 from hf_comera.ops.wide_code import CHUNK_ENTRIES, WideInput, wide_code
 
@@ -62,22 +63,63 @@ def is_wide_enough(rows: int, out_features: int) -> bool:
 
 @dataclass(eq=False)
 class _Call:
-    """A function of expressions and numbers. Leaves are of :class:`WideInput`, or bool tensors: entries to keep."""
+    """A function of expressions and numbers; expressions end in leaves."""
 
     function: Callable[..., Tensor]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
+class _Leaf:
+    """Where an expression takes in a linear map, or the entries that dropout keeps."""
+
+
+class _Pointwise:
+    """An expression in the autocast mode that it was written in; it holds no tensors."""
+
+    def __init__(self, expression: Any, leaves: Sequence[_Leaf], kind: str) -> None:
+        self.expression, self.leaves, self.kind = expression, leaves, kind
+        self.autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def __call__(self, wides: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
+        """The expression on some rows of its inputs and masks."""
+        values = {id(leaf): value for leaf, value in zip(self.leaves, [*wides, *masks], strict=True)}
+        if self.autocast_dtype is None:
+            return _evaluate(self.expression, values)
+        with torch.autocast(self.kind, self.autocast_dtype):
+            return _evaluate(self.expression, values)
+
+
+class _Hidden:
+    """An expression with the tensors at its leaves, its shape and dtype."""
+
+    def __init__(
+        self, expression: Any, inputs: dict[_Leaf, WideInput], masks: dict[_Leaf, Tensor], shape: tuple[int, ...]
+    ) -> None:
+        self.expression, self.inputs, self.masks, self.shape = expression, inputs, masks, shape
+        codes = [part.code for part in inputs.values()]
+        self.device = codes[0].device
+        self.pointwise = _Pointwise(expression, [*inputs, *masks], self.device.type)
+        with torch.no_grad():
+            empty = [code.new_empty(0) for code in codes], [mask.new_empty(0) for mask in masks.values()]
+            self.dtype = self.pointwise(*empty).dtype
+
+    def tensors(self) -> list[Tensor | None]:
+        """Code, right half and bias of every input."""
+        return [tensor for part in self.inputs.values() for tensor in part]
+
+
 class WideHidden(Tensor):
     """Tensor without storage that knows how its entries are computed from codes.
+
+    A hook registered on it has an effect only before something is computed with it.
 
     Shape:
         ``(..., hidden features)``.
     """
 
     _hidden: _Hidden
-    _real: tuple[bool, Tensor] | None
+    _real: Tensor | None
 
     @staticmethod
     def __new__(cls, hidden: _Hidden) -> WideHidden:
@@ -94,7 +136,10 @@ class WideHidden(Tensor):
         """The stand-in for ``from_code(code, right, bias)``."""
         bias = None if bias is None else bias.to(code.dtype)
         part = WideInput(code.reshape(-1, code.shape[-1]), right.to(code.dtype), bias)
-        return _stand_in(_Hidden(part, (*code.shape[:-1], right.shape[-1])))
+        if not torch.is_grad_enabled():
+            part = WideInput(*(None if tensor is None else tensor.detach() for tensor in part))
+        leaf = _Leaf()
+        return _stand_in(_Hidden(leaf, {leaf: part}, {}, (*code.shape[:-1], right.shape[-1])))
 
     def code(self, left: Tensor) -> Tensor:
         """``self @ left.T``, without writing the hidden layer out unless somebody has already made it.
@@ -104,14 +149,18 @@ class WideHidden(Tensor):
         """
         hidden = self._hidden
         if self._real is not None:
-            return functional.linear(self.real().to(left.dtype), left)
-        return wide_code(hidden.inputs, hidden.pointwise, hidden.masks, left).view(*hidden.shape[:-1], left.shape[0])
+            return functional.linear(self._real.to(left.dtype), left)
+        code = wide_code(list(hidden.inputs.values()), hidden.pointwise, list(hidden.masks.values()), left)
+        return code.view(*hidden.shape[:-1], left.shape[0])
 
     def real(self) -> Tensor:
-        """The hidden layer itself; made once for use with gradients, and once without."""
-        if self._real is None or self._real[0] != torch.is_grad_enabled():
-            self._real = (torch.is_grad_enabled(), self._hidden.whole(self._hidden.inputs))
-        return self._real[1]
+        """The hidden layer itself, made once, with a gradient if the stand-in has one."""
+        if self._real is None:
+            with torch.set_grad_enabled(self.requires_grad):
+                wides = [from_code(*part) for part in self._hidden.inputs.values()]
+                whole = self._hidden.pointwise(wides, list(self._hidden.masks.values()))
+                self._real = whole.view(self._hidden.shape)
+        return self._real
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,7 +171,7 @@ class WideHidden(Tensor):
                 return func(*args, **kwargs)
         if func in _POINTWISE and _can_be_written_down(args, kwargs):
             return _write_down(func, args, kwargs)
-        if func is functional.dropout and isinstance(args[0], WideHidden) and args[0]._real is None:
+        if func is functional.dropout and _can_be_written_down(args, kwargs):
             return _dropout(*args, **kwargs)
         return func(*tree_map(_real, args), **tree_map(_real, kwargs))
 
@@ -132,54 +181,24 @@ class WideHidden(Tensor):
         return func(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
 
 
-class _Hidden:
-    """An expression with its leaves, shape and dtype, and the autocast mode that it was written in."""
-
-    def __init__(self, expression: Any, shape: tuple[int, ...]) -> None:
-        self.expression, self.shape = expression, shape
-        leaves = {id(leaf): leaf for leaf in _leaves(expression)}.values()
-        self.inputs = [leaf for leaf in leaves if isinstance(leaf, WideInput)]
-        self.masks = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.device = self.inputs[0].code.device
-        self.autocast = torch.is_autocast_enabled(self.device.type)
-        self.autocast_dtype = torch.get_autocast_dtype(self.device.type)
-        empty = [part.code.new_empty(0) for part in self.inputs]
-        with torch.no_grad():
-            self.dtype = self.pointwise(empty, [mask.new_empty(0) for mask in self.masks]).dtype
-
-    def pointwise(self, wides: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
-        """The expression on some rows of its inputs and masks."""
-        values = {id(leaf): value for leaf, value in zip([*self.inputs, *self.masks], [*wides, *masks], strict=True)}
-        if not self.autocast:
-            return _evaluate(self.expression, values)
-        with torch.autocast(self.device.type, self.autocast_dtype):
-            return _evaluate(self.expression, values)
-
-    def whole(self, inputs: Sequence[WideInput]) -> Tensor:
-        """The real hidden layer of ``inputs``."""
-        return self.pointwise([from_code(*part) for part in inputs], self.masks).view(self.shape)
-
-    def tensors(self) -> list[Tensor]:
-        """Code, right half and bias of every input; no bias, no entry."""
-        return [tensor for part in self.inputs for tensor in part if tensor is not None]
-
-
 class _Link(torch.autograd.Function):
     """Gives the stand-in a gradient path, so that a custom function cannot lose gradients silently."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: _Hidden, *tensors: Tensor) -> WideHidden:
-        ctx.hidden = hidden
+    def forward(ctx: Any, hidden: _Hidden, *tensors: Tensor | None) -> WideHidden:
+        ctx.pointwise, ctx.shape, ctx.num_inputs = hidden.pointwise, hidden.shape, len(hidden.inputs)
+        ctx.save_for_backward(*tensors, *hidden.masks.values())
         return WideHidden(hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        tensors = ctx.hidden.tensors()
-        wanted = [tensor for tensor in tensors if tensor.requires_grad]
-        with torch.enable_grad():
-            whole = ctx.hidden.whole(ctx.hidden.inputs)
-        found = iter(torch.autograd.grad(whole, wanted, grads[0], create_graph=torch.is_grad_enabled()))
-        return (None, *(next(found) if tensor.requires_grad else None for tensor in tensors))
+        tensors, masks = ctx.saved_tensors[: 3 * ctx.num_inputs], ctx.saved_tensors[3 * ctx.num_inputs :]
+
+        def whole(aliases: list[Any]) -> Tensor:
+            wides = [from_code(*aliases[3 * index : 3 * index + 3]) for index in range(ctx.num_inputs)]
+            return ctx.pointwise(wides, masks).view(ctx.shape)
+
+        return (None, *gradients_of(whole, tensors, grads[0], create_graph=torch.is_grad_enabled()))
 
 
 def _stand_in(hidden: _Hidden) -> WideHidden:
@@ -187,21 +206,26 @@ def _stand_in(hidden: _Hidden) -> WideHidden:
 
 
 def _can_be_written_down(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether all that is not a number is a stand-in of one shape, nothing is in place, and none is made already."""
+    """Whether all that is not a number is a stand-in of one shape, none is in place or real already.
+
+    Nor without a gradient where the stand-in has one: what is written down would get it back.
+    """
     others = [*args, *kwargs.values()]
     hidden = [value for value in others if isinstance(value, WideHidden)]
     plain = all(isinstance(value, WideHidden | int | float | str | None) for value in others)
-    return (
-        plain
-        and not kwargs.get("inplace")
-        and all(stand_in._real is None and stand_in.shape == hidden[0].shape for stand_in in hidden)
-    )
+    if not plain or kwargs.get("inplace"):
+        return False
+    if not torch.is_grad_enabled() and any(stand_in.requires_grad for stand_in in hidden):
+        return False
+    return all(stand_in._real is None and stand_in.shape == hidden[0].shape for stand_in in hidden)
 
 
 def _write_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WideHidden:
-    shape = next(value for value in (*args, *kwargs.values()) if isinstance(value, WideHidden))._hidden.shape
+    sources = [value._hidden for value in (*args, *kwargs.values()) if isinstance(value, WideHidden)]
+    inputs = {leaf: part for source in sources for leaf, part in source.inputs.items()}
+    masks = {leaf: mask for source in sources for leaf, mask in source.masks.items()}
     written = _Call(func, tree_map(_expression, args), tree_map(_expression, kwargs))
-    return _stand_in(_Hidden(written, shape))
+    return _stand_in(_Hidden(written, inputs, masks, sources[0].shape))
 
 
 def _dropout(x: WideHidden, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -209,9 +233,11 @@ def _dropout(x: WideHidden, p: float = 0.5, training: bool = True, inplace: bool
         return functional.dropout(x.real(), p, training, inplace)
     if not training or p == 0:
         return x
-    shape = x._hidden.shape
-    keeps = torch.empty(x.numel() // max(1, shape[-1]), shape[-1], dtype=torch.bool, device=x.device).bernoulli_(1 - p)
-    return _stand_in(_Hidden(_Call(_keep, (x._hidden.expression, keeps, 1 / (1 - p)), {}), shape))
+    source, leaf = x._hidden, _Leaf()
+    rows = x.numel() // max(1, source.shape[-1])
+    keeps = torch.empty(rows, source.shape[-1], dtype=torch.bool, device=x.device).bernoulli_(1 - p)
+    written = _Call(_keep, (source.expression, leaf, 1 / (1 - p)), {})
+    return _stand_in(_Hidden(written, source.inputs, source.masks | {leaf: keeps}, source.shape))
 
 
 def _keep(wide: Tensor, keeps: Tensor, scale: float) -> Tensor:
@@ -224,14 +250,6 @@ def _real(value: Any) -> Any:
 
 def _expression(value: Any) -> Any:
     return value._hidden.expression if isinstance(value, WideHidden) else value
-
-
-def _leaves(expression: Any) -> Iterator[Any]:
-    if isinstance(expression, _Call):
-        for value in (*expression.args, *expression.kwargs.values()):
-            yield from _leaves(value)
-    elif isinstance(expression, WideInput | Tensor):
-        yield expression
 
 
 def _evaluate(expression: Any, values: dict[int, Tensor]) -> Any:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_comera.ops.gradients import gradients_of
 from hf_comera.ops.precision import chain_dtype
 from hf_comera.tt.cores import contract_left, contract_left_backward, contract_right, contract_right_backward
 from hf_comera.tt.ragged import RaggedStacks
@@ -153,7 +154,7 @@ class _StackedHalves(torch.autograd.Function):
         side.has_met_backward = True
         used = [index for index, grad in enumerate(grads) if grad is not None]
         if not used:
-            found: list[list[Tensor]] = []
+            found: list[list[Any]] = []
         elif torch.is_grad_enabled():
             found = _differentiable_gradients(side, used, [grads[index] for index in used])
         else:
@@ -195,15 +196,18 @@ def _by_layer(stacks: RaggedStacks, stacked: list[Tensor], dtype: torch.dtype) -
     return [parts[index::num_layers] for index in range(num_layers)]
 
 
-def _differentiable_gradients(side: Side, used: list[int], grads: list[Any]) -> list[list[Tensor]]:
+def _differentiable_gradients(side: Side, used: list[int], grads: list[Any]) -> list[list[Any]]:
     """The same layer by layer, with a graph, for second derivatives."""
-    found = []
-    for index, grad in zip(used, grads, strict=True):
-        cores, gates = side.cores[index], side.gates[index]
+
+    def half_of(tensors: list[Any]) -> Tensor:
+        cores, gates = tensors[: len(side.cores[0])], tensors[len(side.cores[0]) :]
         gated = [(core * gate).to(core.dtype) for core, gate in zip(cores, gates, strict=False)] + cores[len(gates) :]
-        half = _one_half(gated, side.on_left, side.features).to(side.dtype)
-        found.append(list(torch.autograd.grad(half, [*cores, *gates], grad, create_graph=True, allow_unused=True)))
-    return found
+        return _one_half(gated, side.on_left, side.features).to(side.dtype)
+
+    return [
+        gradients_of(half_of, [*side.cores[index], *side.gates[index]], grad, create_graph=True)
+        for index, grad in zip(used, grads, strict=True)
+    ]
 
 
 def _one_half(cores: Sequence[Tensor], on_left: bool, features: int) -> Tensor:

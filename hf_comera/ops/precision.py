@@ -5,15 +5,20 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-__all__ = ["autocast_input", "chain_dtype", "without_autocast"]
+__all__ = ["autocast_dtype", "autocast_input", "chain_dtype", "without_autocast"]
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that autocast wants ``x`` to have in matrix products on its device; that of ``x`` outside autocast."""
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type) and x.is_floating_point() and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype
 
 
 def autocast_input(x: Tensor) -> Tensor:
-    """``x`` in the dtype that autocast wants for matrix products on its device; ``x`` itself outside autocast."""
-    device_type = x.device.type
-    if torch.is_autocast_enabled(device_type) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device_type))
-    return x
+    """``x`` in that dtype."""
+    return x.to(autocast_dtype(x))
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from hf_comera.ops.gradients import gradients_of
 from hf_comera.ops.precision import without_autocast
 
 __all__ = ["CHUNK_ENTRIES", "WideInput", "wide_code"]
@@ -78,7 +79,7 @@ class _WideCode(torch.autograd.Function):
         inputs, masks = _group(ctx.num_inputs, tensors)
         with without_autocast(left):
             if torch.is_grad_enabled():
-                found = _differentiable_gradients(ctx, grads[0], left, inputs, masks)
+                found = _differentiable_gradients(ctx, grads[0], [left, *tensors[: 3 * ctx.num_inputs]], masks)
             else:
                 found = _Backward(ctx.pointwise, left, inputs, masks).run(grads[0])
         return (None, None, *found, *(None for _ in masks))
@@ -126,17 +127,15 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
         total += one @ other
 
 
-def _differentiable_gradients(
-    ctx: Any, grad: Tensor, left: Tensor, inputs: list[WideInput], masks: list[Tensor]
-) -> list[Tensor | None]:
+def _differentiable_gradients(ctx: Any, grad: Tensor, tensors: list[Any], masks: list[Tensor]) -> list[Tensor | None]:
     """The same with a graph and the hidden layer whole, for second derivatives."""
-    everything = slice(None)
-    hidden = ctx.pointwise([part.rows(everything) for part in inputs], masks)
-    code = linear(hidden.to(left.dtype), left)
-    tensors = [left, *(tensor for part in inputs for tensor in part)]
-    wanted = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
-    found = iter(torch.autograd.grad(code, wanted, grad, create_graph=True))
-    return [next(found) if tensor is not None and tensor.requires_grad else None for tensor in tensors]
+
+    def code_of(aliases: list[Any]) -> Tensor:
+        inputs, _ = _group(ctx.num_inputs, aliases[1:])
+        hidden = ctx.pointwise([part.rows(slice(None)) for part in inputs], masks)
+        return linear(hidden.to(aliases[0].dtype), aliases[0])
+
+    return gradients_of(code_of, tensors, grad, create_graph=True)
 
 
 def _group(num_inputs: int, tensors: Sequence[Any]) -> tuple[list[WideInput], list[Tensor]]:

@@ -85,7 +85,7 @@ def test_layers_together_compute_what_they_compute_alone(name, monkeypatch):
     assert len({id(layer.halves_bank) for layer in layers}) == 1
     assert len(groups) == num_groups
     assert sum(group.num_joined for group in groups.values()) == num_saved
-    assert all(group.num_wasted == 0 and not group._waiting for group in groups.values())
+    assert all(group.num_wasted == 0 and group.num_waiting == 0 for group in groups.values())
     assert uses == ["code"] * num_blocks
     for layer in layers:
         layer.join_bank(HalvesBank())

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -59,7 +60,22 @@ def set_data(layer):
     layer.core_1.data = 2 * layer.core_1.data
 
 
+def slice_data(layer):
+    """Fewer ranks at one bond, in the same memory."""
+    layer.core_2.data = layer.core_2.data[..., :2]
+    layer.core_3.data = layer.core_3.data[:2]
+
+
+def transposed(layer):
+    """A core that is not contiguous, then an edit that torch does not count."""
+    layer.core_1 = nn.Parameter(layer.core_1.detach().transpose(0, 2).contiguous().transpose(0, 2))
+    layer(torch.randn(2, 12, dtype=torch.float64))
+    layer.core_1.data.mul_(1.5)
+
+
 EDITS = {
+    "sliced data": slice_data,
+    "not contiguous": transposed,
     "in place": lambda layer: layer.core_1.detach().mul_(2),
     "through .data": lambda layer: layer.core_1.data.mul_(2),
     "last entry through .data": lambda layer: layer.core_1.data.view(-1)[-1:].add_(1),
@@ -258,3 +274,81 @@ def test_second_derivatives():
 
     ours = torch.autograd.grad(penalty(stack(x)), parameters)
     torch.testing.assert_close(ours, torch.autograd.grad(penalty(reference(stack, x)), parameters))
+
+
+def test_cores_that_are_thawed_get_gradients_and_frozen_ones_none():
+    stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
+    stack[0].core_1.requires_grad_(False)
+    stack(x)
+    stack.requires_grad_(True)
+    stack(x).sum().backward()
+    assert stack[0].core_1.grad is not None
+    stack.requires_grad_(False)
+    assert not stack(x).requires_grad
+
+
+def test_training_by_hand_through_data():
+    stacks = [layers() for _ in range(2)]
+    stacks[1].load_state_dict(stacks[0].state_dict())
+    x = torch.randn(4, 12, dtype=torch.float64)
+    for stack, forward in zip(stacks, (lambda: stacks[0](x), lambda: reference(stacks[1], x)), strict=True):
+        for _ in range(3):
+            forward().square().mean().backward()
+            for parameter in stack.parameters():
+                parameter.data -= 0.1 * parameter.grad
+                parameter.grad.zero_()
+    torch.testing.assert_close(list(stacks[0].parameters()), list(stacks[1].parameters()))
+
+
+def test_halves_made_in_inference_mode_are_not_used_for_training():
+    stack, x = layers().requires_grad_(False), torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
+    with torch.inference_mode():
+        stack(x)
+    stack(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.autograd.grad(reference(stack, x).sum(), x)[0])
+
+
+def test_second_derivatives_beside_frozen_cores():
+    stack, x = layers((3, 3)), torch.randn(2, 12, dtype=torch.float64, requires_grad=True)
+    stack[0].core_1.requires_grad_(False)
+    (first,) = torch.autograd.grad(stack(x).square().sum(), x, create_graph=True)
+    (expected,) = torch.autograd.grad(reference(stack, x).square().sum(), x, create_graph=True)
+    tensors = [x, stack[0].core_0]
+    torch.testing.assert_close(
+        torch.autograd.grad(first.square().sum(), tensors), torch.autograd.grad(expected.square().sum(), tensors)
+    )
+
+
+def test_reentrant_checkpointing_builds_each_layer_once_in_backward(builds):
+    stack = layers((5,) * 8)
+    x = torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
+    y = x
+    for layer in stack:
+        y = checkpoint(layer, y, use_reentrant=True)
+    builds.clear()
+    y.sum().backward()
+    assert builds == [1] * 16
+
+
+def test_memory_of_cores_can_still_be_resized():
+    stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
+    stack(x)
+    core = stack[0].core_0
+    values, storage = core.detach().clone(), core.untyped_storage()
+    num_bytes = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(num_bytes)
+    core.detach().copy_(values)
+    torch.testing.assert_close(stack(x), reference(stack, x))
+
+
+def test_a_traced_layer_takes_in_other_cores():
+    layer = TTLinear(12, 12, ranks=3, rank_activation="silu").eval()
+    x = torch.randn(4, 12)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer(x)
+        traced = torch.jit.trace(layer, x)
+        other = TTLinear(12, 12, ranks=3, rank_activation="silu")
+        traced.load_state_dict(other.state_dict())
+        torch.testing.assert_close(traced(x), other(x))

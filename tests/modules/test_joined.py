@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -23,9 +24,8 @@ class Siblings(nn.Module):
         self.key = TTLinear(12, 6, ranks=ranks[1], bias=False, **settings)
         self.value = TTLinear(12, 6, ranks=ranks[2], **settings)
         group = JoinedProjections()
-        for layer in self.children():
-            layer.joined = group
-            group.add(layer)
+        for place, layer in enumerate(self.children()):
+            layer.join(group, place)
 
     def forward(self, x, other=None):
         other = x if other is None else other
@@ -76,9 +76,11 @@ def test_other_inputs_give_codes_of_their_own(products):
     module = Siblings()
     assert_same_as_alone(module, random_input(), random_input())
     assert len(products) == 3
-    assert module.query.joined.num_wasted == 0, "not yet known: they may still be asked for"
+    assert module.query.joined.num_wasted == 2, "they have met backward without having been asked for"
+    module(random_input(), random_input())
+    assert module.query.joined.num_wasted == 2, "not yet known: they may still be asked for"
     module(random_input())
-    assert module.query.joined.num_wasted == 2
+    assert module.query.joined.num_wasted == 4
 
 
 def test_a_group_whose_codes_were_wasted_stops_joining_at_the_next_change_of_mode(products):
@@ -118,8 +120,8 @@ def test_nothing_waits_after_the_last_sibling():
     module = Siblings()
     module(random_input())
     group = module.query.joined
-    assert not group._waiting
-    assert group._made_from is None
+    assert group.num_waiting == 0
+    assert group._pending is None
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
@@ -160,3 +162,74 @@ def test_compiled_code_computes_each_alone():
     module, x = Siblings(), random_input()
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), reference(module, x))
+
+
+def test_a_code_is_not_used_once_the_cores_have_changed():
+    module, x = Siblings(), random_input()
+    with torch.no_grad():
+        module.query(x)
+        module.key.core_0.mul_(3)
+        torch.testing.assert_close(module.key(x), alone(module.key, x))
+
+
+def test_a_code_is_not_used_outside_the_autocast_region_it_was_made_in():
+    module, x = Siblings().float(), random_input().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        module.query(x)
+    assert module.key(x).dtype == torch.float32
+
+
+def test_backward_between_siblings():
+    module, x = Siblings(), random_input()
+    for layer in module.children():
+        layer(x).sum().backward()
+    expected = torch.autograd.grad(reference(module, x).sum(), list(module.parameters()))
+    torch.testing.assert_close([parameter.grad for parameter in module.parameters()], list(expected))
+
+
+def test_a_checkpointed_region_that_begins_between_siblings():
+    module, x = Siblings(), random_input()
+    query = module.query(x)
+    rest = checkpoint(lambda z: torch.cat([module.key(z), module.value(z)], -1), x, use_reentrant=False)
+    ours = torch.cat([query, rest], -1)
+    ours.square().sum().backward()
+    expected = torch.autograd.grad(reference(module, x).square().sum(), list(module.parameters()))
+    torch.testing.assert_close([parameter.grad for parameter in module.parameters()], list(expected))
+
+
+def test_threads_do_not_get_codes_of_each_other():
+    module, wrong = Siblings(), []
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _ in range(150):
+                x = torch.randn(3, 12, dtype=torch.float64, generator=generator)
+                wrong.append(not torch.allclose(module(x), reference(module, x)))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 600
+    assert not any(wrong)
+
+
+def test_copies_keep_the_order_in_which_they_are_called(products):
+    """Modules may be registered in another order than that of their calls, as OPT's are."""
+    module = Siblings()
+    module._modules = dict(reversed(module._modules.items()))
+    copied, x = copy.deepcopy(module), random_input()
+    for name in ("query", "key", "value"):
+        getattr(copied, name)(x)
+    assert len(products) == 1
+    assert copied.query.joined.num_waiting == 0
+
+
+def test_a_shallow_copy_of_a_member_is_no_member():
+    module = Siblings()
+    lonely, x = copy.copy(module.key), random_input()
+    torch.testing.assert_close(lonely(x), alone(module.key, x))
+    module(x)
+    assert module.query.joined.num_waiting == 0

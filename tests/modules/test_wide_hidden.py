@@ -2,6 +2,7 @@
 that is done with the stand-in is done with the real tensor, gradients included."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_dropout_drops_the_share_it_should_and_forward_and_backward_agree(uses):
         torch.autograd.grad(y, tensors, grad, retain_graph=True),
         torch.autograd.grad(block.down(real), tensors, grad),
     )
-    assert block.eval().dropout(block.up(x))._hidden.masks == []
+    assert block.eval().dropout(block.up(x))._hidden.masks == {}
 
 
 class Doubled(torch.autograd.Function):
@@ -115,6 +116,30 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return 2 * grad
+
+
+class StraightThrough(torch.autograd.Function):
+    """Its backward is not the derivative of what it computes."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.clamp(-0.01, 0.01)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def gate_without_gradient(hidden):
+    with torch.no_grad():
+        gate = torch.sigmoid(hidden)
+    return hidden * gate
+
+
+def clamped_without_gradient(hidden):
+    with torch.no_grad():
+        hidden.clamp_(-0.1, 0.1)
+    return hidden
 
 
 def hooked(hidden):
@@ -138,6 +163,11 @@ USES = {
     "sum": lambda hidden: hidden / hidden.sum(),
     "softmax": lambda hidden: hidden.softmax(-1),
     "custom function": Doubled.apply,
+    "straight-through function": StraightThrough.apply,
+    "a gate without gradient": gate_without_gradient,
+    "in place without gradient": clamped_without_gradient,
+    "dropout without gradient": torch.no_grad()(lambda hidden: functional.dropout(hidden, 0.0)),
+    "an activation that is not known": functional.selu,
     "hook": hooked,
     "looked at without gradient": kept,
     "detached": lambda hidden: hidden.detach() * hidden,
@@ -263,3 +293,51 @@ def test_the_saved_memory_is_that_of_codes(uses):
     assert not [t.shape for t in saved.values() if t.numel() >= 400 * 24]
     assert uses == ["code"]
     assert math.isfinite(sum(t.float().sum().item() for t in saved.values()))
+
+
+def test_a_hidden_layer_made_without_gradient_trains_nothing_before_it():
+    block, x = Block(), random_input()
+    block(x).sum().backward()
+    block.zero_grad()
+    with torch.no_grad():
+        hidden = block.up(x)
+    block.down(functional.gelu(hidden)).sum().backward()
+    assert all(parameter.grad is None for parameter in block.up.parameters())
+    assert block.down.core_0.grad is not None
+
+
+@pytest.mark.parametrize("behind", [nn.Identity(), Doubled.apply], ids=["plain", "custom-function"])
+def test_one_layer_that_feeds_both_inputs_of_a_gate(behind):
+    block, x = Block(), random_input(3)
+    block.forward = lambda x: block.down(behind(functional.silu(block.up(x)) * block.up(x / 2)))
+
+    def penalty(y):
+        grads = torch.autograd.grad(y.square().sum(), [x, block.up.core_4], create_graph=True)
+        return sum(grad.square().sum() for grad in grads)
+
+    found = {}
+    for is_wide in (True, False):
+        first = results(block, x, is_wide)
+        found[is_wide] = [*first, *torch.autograd.grad(penalty(block(x)), [x, block.up.core_4, block.up.bias])]
+    torch.testing.assert_close(found[True], found[False])
+
+
+def test_autocast_saves_as_little(uses):
+    block, x = Block(dtype=torch.float32), random_input(200, torch.float32)
+    saved = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        block(x)
+    assert uses == ["code"]
+    assert not [shape for shape in saved if shape.numel() >= 400 * 24]
+
+
+def test_masks_are_freed_with_the_graph():
+    block, x = Block(dropout=0.5), random_input(50)
+    masks = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.dtype == torch.bool and masks.append(weakref.ref(t))) or t, lambda t: t):  # fmt: skip  # noqa: E501
+        loss = block(x).sum()
+    loss.backward()
+    assert masks
+    assert not any(mask() is not None for mask in masks)
+    assert loss.grad_fn is not None
