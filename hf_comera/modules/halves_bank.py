@@ -9,6 +9,9 @@ made a step. Halves with a gradient hold past a backward pass only while gradien
 
 What slips past torch's version counters, an edit through ``core.data``, is seen on a CPU by sampled entries; on other
 devices ``layer.train()``, ``layer.eval()`` or a step of an optimizer make halves new.
+
+A CUDA graph writes to parameters without torch's knowledge: after each replay call :func:`note_parameter_edit`, and
+before and after each capture :func:`drop_kept_halves`: so a graph builds its own halves, and nobody else uses them.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from hf_comera.ops.precision import without_autocast
 if TYPE_CHECKING:
     from hf_comera.modules.tt_linear import TTLinear
 
-__all__ = ["HalvesBank", "can_share"]
+__all__ = ["HalvesBank", "can_share", "drop_kept_halves", "note_parameter_edit"]
 
 T = TypeVar("T")
 
@@ -37,14 +40,24 @@ _PROBES = 4
 
 _num_steps = 0
 """Steps that optimizers of this process have made: some write to parameters behind torch's back."""
+_banks: weakref.WeakSet[HalvesBank] = weakref.WeakSet()
+"""All of this process."""
 
 
-def _count_step(*_: Any) -> None:
+def note_parameter_edit(*_: Any) -> None:
+    """Say that parameters may have changed behind torch's back: no halves made before this are used again."""
     global _num_steps
     _num_steps += 1
 
 
-register_optimizer_step_post_hook(_count_step)
+register_optimizer_step_post_hook(note_parameter_edit)
+
+
+def drop_kept_halves() -> None:
+    """Free the halves of all layers of this process, and with them what autograd holds for their gradients."""
+    note_parameter_edit()
+    for bank in list(_banks):
+        bank.drop_all()
 
 
 class HalvesBank:
@@ -52,6 +65,7 @@ class HalvesBank:
 
     def __init__(self) -> None:
         self._entries: weakref.WeakKeyDictionary[TTLinear, _Entry | None] = weakref.WeakKeyDictionary()
+        _banks.add(self)
 
     def add(self, layer: TTLinear) -> None:
         """Make ``layer`` a member."""
@@ -78,6 +92,11 @@ class HalvesBank:
     def drop(self, layer: TTLinear) -> None:
         """Free the halves of ``layer``, which stays a member."""
         if layer in self._entries:
+            self._entries[layer] = None
+
+    def drop_all(self) -> None:
+        """Free the halves of all members."""
+        for layer in list(self._entries):
             self._entries[layer] = None
 
     def _build(self, layer: TTLinear, dtype: torch.dtype) -> _Entry:
