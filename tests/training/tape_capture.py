@@ -92,6 +92,7 @@ class Tape(TorchDispatchMode):
             tensor.untyped_storage().copy_(content)
 
     @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)  # its casts are on the tape
     def play(self):
         for func, args, kwargs, outputs, new in self.calls:
             again = [tensor for tensor in tree_leaves(func(*args, **kwargs)) if isinstance(tensor, Tensor)]
