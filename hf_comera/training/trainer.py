@@ -1,5 +1,6 @@
 """``ComeraTrainer``: the Trainer of Transformers with the optimizer that tensor trains need, and rank adaptation."""
 
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -152,9 +153,19 @@ class ComeraTrainerMixin:
         )
         if self.rank_callback is not None:
             self.rank_callback.by_graph = True
-        self.optimizer.step = lambda *_, **__: None  # type: ignore[assignment, method-assign]
-        self.accelerator.clip_grad_norm_ = lambda *_, **__: step.grad_norm
+        self._leave_out_of_the_loop(step)
         return step
+
+    def _leave_out_of_the_loop(self, step: GraphedStep) -> None:
+        """What the loop does to gradients and optimizer after :meth:`training_step` has been done by ``step``."""
+        optimizer: Any = self.optimizer
+
+        @functools.wraps(optimizer.step)  # schedulers look for the mark that they left on it
+        def was_stepped(*_: Any, **__: Any) -> None:
+            optimizer._opt_called = True
+
+        optimizer.step = was_stepped
+        self.accelerator.clip_grad_norm_ = lambda *_, **__: step.grad_norm
 
 
 class ComeraTrainer(ComeraTrainerMixin, Trainer):

@@ -1,7 +1,9 @@
 """hf_comera/modules/halves_bank.py: halves of all layers are built together, kept while they hold, and never stale."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_comera.modules import TTLinear, halves_bank
-from hf_comera.modules.halves_bank import HalvesBank
+from hf_comera.modules.halves_bank import HalvesBank, drop_kept_halves, note_parameter_edit
 from hf_comera.ops import tt_linear
 
 
@@ -258,3 +260,40 @@ def test_second_derivatives():
 
     ours = torch.autograd.grad(penalty(stack(x)), parameters)
     torch.testing.assert_close(ours, torch.autograd.grad(penalty(reference(stack, x)), parameters))
+
+
+def test_what_writes_behind_torchs_back_can_say_so(builds):
+    stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
+    stack(x)
+    stack[1].core_1.detach().numpy()[0, 1, 1] += 1  # no entry that is probed
+    assert not torch.allclose(stack(x), reference(stack, x))
+    note_parameter_edit()
+    torch.testing.assert_close(stack(x), reference(stack, x))
+    assert builds == [3, 3] * 2
+
+
+def test_dropped_halves_are_free_with_their_graph():
+    stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
+    stack(x)
+    half = weakref.ref(stack.get_submodule("0").halves_bank.halves(stack[0], torch.float64)[0])
+    drop_kept_halves()
+    gc.collect()
+    assert half() is None
+    torch.testing.assert_close(stack(x), reference(stack, x))
+
+
+def test_every_capture_builds_its_own_halves_and_nobody_else_uses_them(builds, monkeypatch):
+    stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
+    capturing = False
+    monkeypatch.setattr(halves_bank, "_capturing", lambda core: capturing)
+    seen = []
+    for capturing in (False, True, True, False):
+        if capturing:
+            drop_kept_halves()
+        builds.clear()
+        with torch.no_grad():
+            stack(x), stack(x)
+        seen.append(list(builds))
+        if capturing:
+            drop_kept_halves()
+    assert seen == [[3, 3]] * 4
