@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_comera.modules.halves_bank import drop_kept_halves
 
-__all__ = ["CudaCapture", "ReadTensors"]
+__all__ = ["CaptureWatch", "CudaCapture"]
 
 
 class CudaCapture:
@@ -51,7 +51,7 @@ class CudaCapture:
         Raises:
             RuntimeError: If the function waits for the device, or does something else that a graph cannot hold.
         """
-        graph, read = torch.cuda.CUDAGraph(), ReadTensors()
+        graph, watch = torch.cuda.CUDAGraph(), CaptureWatch()
         for generator in self.generators:
             graph.register_generator_state(generator)
         drop_kept_halves()
@@ -59,12 +59,12 @@ class CudaCapture:
         try:
             # thread_local: a thread that pins the memory of the next batch may go on with it
             mode = "thread_local"
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode), read:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode), watch:
                 function()
         finally:
             drop_kept_halves()
             torch.clear_autocast_cache()
-        return _Replay(graph, read.tensors())
+        return _Replay(graph, watch.tensors())
 
     def forget(self) -> None:
         """Wait for the last replay, and begin a new pool; call it once the recorded functions are let go of."""
@@ -82,11 +82,12 @@ class _Replay:
         self._graph.replay()
 
 
-class ReadTensors(TorchDispatchMode):
-    """Holds on to every tensor from outside that the operations within read or write.
+class CaptureWatch(TorchDispatchMode):
+    """Holds on to every tensor from outside that the operations within use, and lets no value be read on the host.
 
     A graph knows addresses only. Parameters live long enough, but it also reads tables of indices out of caches, which
-    drop them whenever they like.
+    drop them whenever they like. A value that is read decides what is recorded, and all replays would stay with it:
+    CUDA refuses that for its own memory, but a model may draw on the host, say which layers to leave out.
     """
 
     def __init__(self) -> None:
@@ -95,6 +96,8 @@ class ReadTensors(TorchDispatchMode):
         self._made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("the step reads a value of a tensor on the host, with which all replays would stay")
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor) and _place(tensor) not in self._made:
                 self._found.setdefault(_place(tensor), tensor)

@@ -114,8 +114,7 @@ class GraphedStep:
         self._capture = None if self.reason else CudaCapture(self.device, generators)
         self._holds_for = self._held()
         self._rates = DeviceRates(self.optimizer, self.device)
-        own = weakref.ref(self)
-        self.optimizer.register_load_state_dict_post_hook(lambda _: step.reset() if (step := own()) else None)
+        self._watch_for_loading()
 
     @property
     def num_eager(self) -> int:
@@ -147,6 +146,11 @@ class GraphedStep:
             self._capture.forget()
         self._holds_for = self._held()
         self._rates = DeviceRates(self.optimizer, self.device)
+
+    def _watch_for_loading(self) -> None:
+        """A state that is loaded into the optimizer is made of other tensors."""
+        own = weakref.ref(self)
+        self.optimizer.register_load_state_dict_post_hook(lambda _: step.reset() if (step := own()) else None)
 
     def _find_plan(self, batch: dict[str, Any]) -> tuple[str | None, _Plan | None]:
         """The plan for ``batch``, filled with it; or why there is none."""

@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_leaves
 from hf_comera.modules import halves_bank
 from hf_comera.modules.halves_bank import drop_kept_halves
 from hf_comera.ops.ttm_lookup import _ttm_lookup
+from hf_comera.training.cuda_capture import CaptureWatch
 
-HOST_READS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::_unique2", "aten::equal"}
+HOST_READS = {"aten::nonzero", "aten::_unique2", "aten::equal"}  # besides those that CaptureWatch refuses
 
 
 def use_tape(monkeypatch):
@@ -26,7 +27,7 @@ def use_tape(monkeypatch):
 
 class TapeCapture:
     def __init__(self, device, generators=()):
-        self.num_forgotten = 0
+        self.num_forgotten, self.watch = 0, None
 
     @staticmethod
     def why_not(device):
@@ -37,9 +38,9 @@ class TapeCapture:
 
     def record(self, function):
         drop_kept_halves()
-        tape, random_state = Tape(), torch.get_rng_state()
+        tape, self.watch, random_state = Tape(), CaptureWatch(), torch.get_rng_state()
         try:
-            with tape:
+            with tape, self.watch:
                 function()
         finally:
             torch.set_rng_state(random_state)

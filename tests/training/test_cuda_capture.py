@@ -8,25 +8,31 @@ import torch
 from torch.nn.functional import dropout
 
 from hf_comera.modules import TTLinear
-from hf_comera.training.cuda_capture import CudaCapture, ReadTensors
+from hf_comera.training.cuda_capture import CaptureWatch, CudaCapture
 
 
 def test_tensors_from_outside_are_kept_and_those_made_within_are_not():
     table, x = torch.arange(3), torch.ones(3, requires_grad=True)
-    reads = ReadTensors()
-    with reads:
+    watch = CaptureWatch()
+    with watch:
         y = x[table] * 2
         y.sum().backward()
     within = weakref.ref(y)
-    places = {tensor.data_ptr() for tensor in reads.tensors()}
+    places = {tensor.data_ptr() for tensor in watch.tensors()}
     assert {table.data_ptr(), x.data_ptr()} <= places
     assert y.data_ptr() not in places
     address = table.data_ptr()
     del y, table
     gc.collect()
     assert within() is None
-    assert address in {tensor.data_ptr() for tensor in reads.tensors()}
-    assert not any(tensor.requires_grad for tensor in reads.tensors())
+    assert address in {tensor.data_ptr() for tensor in watch.tensors()}
+    assert not any(tensor.requires_grad for tensor in watch.tensors())
+
+
+@pytest.mark.parametrize("read", [lambda x: x.item(), bool, lambda x: [1, 2][x.long()]], ids=["item", "bool", "index"])
+def test_no_value_is_read_on_the_host(read):
+    with pytest.raises(RuntimeError, match="reads a value of a tensor on the host"), CaptureWatch():
+        read(torch.rand(()))
 
 
 def test_a_cpu_has_no_graphs():

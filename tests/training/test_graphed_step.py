@@ -1,121 +1,35 @@
 """hf_comera/training/graphed_step.py: replays do to the bit what the plain loop does; what cannot be one is counted.
 
-On a CPU a tape stands in for CUDA graphs; the tests marked ``gpu`` have the real ones.
+On a CPU a tape stands in for CUDA graphs; test_graphed_step_gpu.py has the real ones.
 """
 
-import copy
+import gc
 import io
 import logging
 
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils._pytree import tree_flatten_with_path
 
-from hf_comera import (
-    ComeraConfig,
-    GraphedStep,
-    RankAdaptation,
-    RankAdapter,
-    TTMuon,
-    add_rank_gates,
-    comera_param_groups,
-    get_comera_model,
-    size_report,
-)
+from hf_comera import GraphedStep, size_report
 from hf_comera.modules import TensorTrainModule
 from tests.architectures import ARCHITECTURES
+from tests.training.graphed_runs import (
+    OPTIMIZERS,
+    STEPS,
+    Run,
+    Without,
+    assert_equal_states,
+    assert_same,
+    batches_of,
+    sentences,
+)
 from tests.training.tape_capture import use_tape
-
-OPTIMIZERS = {
-    "tt_muon": lambda model: TTMuon(model, 1e-3),
-    "fused adamw": lambda model: torch.optim.AdamW(comera_param_groups(model, 1e-3), fused=True),
-}
-STEPS = 9
 
 
 @pytest.fixture
 def tape(monkeypatch):
     use_tape(monkeypatch)
-
-
-class Run:
-    """A training of a tiny model, by graphs or by a plain loop."""
-
-    def __init__(self, name="bert-mlm", optimizer="tt_muon", part=None, device="cpu", total_steps=STEPS, **settings):
-        torch.manual_seed(0)
-        architecture = ARCHITECTURES[name]
-        self.model = get_comera_model(
-            architecture.auto_class, ComeraConfig(rank=6), config=architecture.new_config()
-        ).to(device)
-        if part is not None:
-            add_rank_gates(self.model)
-        self.optimizer = OPTIMIZERS[optimizer](self.model) if isinstance(optimizer, str) else optimizer(self.model)
-        self.scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
-        self.adapter = None if part is None else self._adapter(part, total_steps)
-        self.step = GraphedStep(self.model, self.optimizer, self.adapter, max_grad_norm=1.0, **settings)
-        self.model.train()
-        torch.manual_seed(1)
-        self.losses = []
-
-    def _adapter(self, part, total_steps):
-        report = size_report(self.model)
-        size = int(report.parameters - (1 - part) * report.compressed_parameters)
-        settings = RankAdaptation(target_parameters=size, early=0.3, late=0.5, cut_every=0.2, beta=0.1)
-        return RankAdapter(self.model, self.optimizer, settings, total_steps=total_steps)
-
-    def by_graph(self, batches):
-        for batch in batches:
-            self.losses.append(self.step(batch).item())
-            self.scheduler.step()
-        return self
-
-    def plainly(self, batches):
-        for batch in batches:
-            loss = self.model(**batch).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            if self.adapter is not None:
-                self.adapter.before_step(loss)
-            self.optimizer.step()
-            if self.adapter is not None:
-                self.adapter.after_step()
-            self.optimizer.zero_grad()
-            self.scheduler.step()
-            self.losses.append(loss.item())
-        return self
-
-    def state(self):
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "losses": self.losses}
-        state |= {"scheduler": self.scheduler.state_dict(), "random": torch.get_rng_state()}
-        return copy.deepcopy(state | ({"adapter": self.adapter.state_dict()} if self.adapter else {}))
-
-    def load(self, state):
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        if self.adapter is not None:
-            self.adapter.load_state_dict(state["adapter"])
-        torch.set_rng_state(state["random"])
-        self.losses = list(state["losses"])
-        return self
-
-
-def batches_of(name="bert-mlm", count=STEPS):
-    torch.manual_seed(2)
-    return [ARCHITECTURES[name].training_inputs() for _ in range(count)]
-
-
-def assert_same(one, other):
-    assert_equal_states(one.state(), other.state())
-
-
-def assert_equal_states(one, other):
-    (ones, structure), (others, other_structure) = tree_flatten_with_path(one), tree_flatten_with_path(other)
-    assert structure == other_structure
-    for (path, a), (_, b) in zip(ones, others, strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else repr(a) == repr(b), (path, a, b)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -144,16 +58,6 @@ def test_ranks_are_trained_and_cut_as_in_the_plain_loop(optimizer):
     assert size_report(graphed.model).parameters == size_report(plain.model).parameters
     more = batches_of(count=5)
     assert_same(Without(plain).plainly(more), Without(graphed).by_graph(more))
-
-
-class Without(Run):
-    """The rest of a run, after its rank adaptation has ended."""
-
-    def __init__(self, run):
-        self.__dict__.update(run.__dict__)
-        self.adapter = None
-        self.step = GraphedStep(self.model, self.optimizer, max_grad_norm=1.0)
-        torch.manual_seed(4)
 
 
 @pytest.mark.parametrize("part", [None, 0.4], ids=["fixed", "ranks"])
@@ -212,17 +116,6 @@ def test_evaluation_between_replays_sees_the_trained_weights():
                 results.append(run.model(**batch).loss.item())
         assert results[0] == results[1]
     assert graphed.step.num_replays
-
-
-def sentences(lengths, rows=2):
-    torch.manual_seed(3)
-    batches = []
-    for length in lengths:
-        ids = torch.randint(5, 241, (rows, length))
-        mask = torch.ones_like(ids)
-        mask[0, -2:] = 0
-        batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
-    return batches
 
 
 @pytest.mark.parametrize("name", ["bert-mlm", "roberta", "gpt2", "t5"])
@@ -288,8 +181,29 @@ def test_a_step_that_reads_from_the_device_is_not_recorded(caplog):
     assert_same(plain, graphed)
     assert graphed.step.num_captures == graphed.step.num_replays == 0
     assert graphed.step.num_eager == STEPS - 3
-    assert "recording a step failed with RuntimeError: aten::_local_scalar_dense" in graphed.step.reason
+    assert "recording a step failed with RuntimeError: the step reads a value of a tensor" in graphed.step.reason
     assert len(caplog.records) == 1
+
+
+@pytest.mark.usefixtures("tape")
+def test_what_a_graph_uses_from_outside_is_kept_and_nothing_else():
+    batches = batches_of()
+    run = Run(part=0.5, total_steps=40).by_graph(batches[:3])
+    gc.collect()
+    before = places(thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter))
+    run.by_graph(batches[3:4])
+    assert run.step.num_replays == 1
+    kept = places(run.step._capture.watch.tensors())
+    state = [value for values in run.optimizer.state.values() for value in values.values()]
+    family = next(iter(run.optimizer._families.values()))[0][1]
+    indices = [mask for mask in family.live if mask is not None]
+    adapter = [run.adapter.effects, run.adapter.strengths, run.adapter.loss_sums]
+    assert places([*run.model.parameters(), *state, *adapter, *indices]) <= kept
+    assert len(kept - before) <= 5, "some that autograd and CPU kernels make from numbers"
+
+
+def places(tensors):
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def test_without_a_gpu_it_is_the_plain_loop(caplog):
@@ -350,68 +264,3 @@ def test_bfloat16_autocast_is_part_of_the_graph():
 def test_a_batch_without_labels_is_refused():
     with pytest.raises(ValueError, match=r"returned no loss for a batch of .'input_ids'.*Add labels"):
         Run().by_graph([ARCHITECTURES["bert-mlm"].inputs()])
-
-
-def cuda(batches):
-    return [{name: value.cuda() for name, value in batch.items()} for batch in batches]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("part", [None, 0.4], ids=["fixed", "ranks"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_on_a_gpu_replays_train_as_the_plain_loop(optimizer, part):
-    batches = cuda(batches_of(count=30))
-    settings = {"optimizer": optimizer, "part": part, "device": "cuda", "total_steps": 30}
-    plain, graphed = Run(**settings).plainly(batches), Run(**settings).by_graph(batches)
-    assert graphed.step.reason is None
-    assert graphed.step.num_replays >= 10
-    assert not graphed.step.num_eager
-    torch.testing.assert_close(graphed.losses, plain.losses, rtol=1e-3, atol=0)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_buckets_and_batches_from_the_host():
-    batches = sentences([5, 12, 8, 7, 9, 16, 3, 4, 11, 10, 6, 15])
-    plain, graphed = Run(device="cuda"), Run(device="cuda", buckets=(8, 16), num_warmup_steps=2)
-    for run in (plain, graphed):
-        run.model.eval()
-    graphed.by_graph(batches)
-    assert (graphed.step.num_captures, graphed.step.num_replays, graphed.step.reason) == (2, 8, None)
-    torch.testing.assert_close(graphed.losses, plain.plainly(cuda(batches)).losses, rtol=1e-3, atol=0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("part", [None, 0.4], ids=["fixed", "ranks"])
-def test_on_a_gpu_a_checkpoint_resumes(part):
-    batches = cuda(batches_of(count=24))
-    settings = {"part": part, "device": "cuda", "total_steps": 24}
-    whole = Run(**settings)
-    whole.model.eval()  # the state of the device's generator is not in this checkpoint
-    state = whole.by_graph(batches[:10]).state()
-    whole.by_graph(batches[10:])
-    resumed = Run(**settings).load(state)
-    resumed.model.eval()
-    resumed.by_graph(batches[10:])
-    assert resumed.step.num_replays
-    torch.testing.assert_close(resumed.losses, whole.losses, rtol=1e-3, atol=0)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_dropout_differs_from_replay_to_replay():
-    (batch,) = cuda(batches_of(count=1))
-    run = Run(device="cuda", optimizer=lambda model: TTMuon(model, 1e-12)).by_graph([batch] * 8)
-    assert run.step.num_replays == 5
-    assert len(set(run.losses[3:])) == 5
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_a_host_read_is_counted_and_trained():
-    def compute_loss(batch):
-        loss = run.model(**batch).loss
-        return loss if loss.item() > 0 else -loss
-
-    run = Run(device="cuda", compute_loss=compute_loss)
-    run.model.eval()
-    run.by_graph(cuda(batches_of()))
-    assert "recording a step failed" in run.step.reason
-    assert run.step.num_eager == STEPS - 3
