@@ -59,8 +59,8 @@ class GraphedStep:
     batch with fewer rows than others, for a sequence longer than the largest bucket, after a recording that failed.
     Each reason is reported once, and counted in :attr:`eager_steps`.
 
-    Hooks of the optimizer's step do not run in replays. After changing frozen parameters for other tensors, or the
-    modes of single layers, call :meth:`reset`.
+    Hooks of modules and of the optimizer's step do not run in replays. After changing frozen parameters for other
+    tensors, the modes of single layers, or to smaller batches, call :meth:`reset`.
 
     Args:
         model: The model, in one process: in DDP, FSDP or DeepSpeed it is refused.
@@ -140,8 +140,9 @@ class GraphedStep:
         return loss
 
     def reset(self) -> None:
-        """Let go of all graphs; they are recorded anew, after steps that warm up."""
+        """Let go of all graphs and of the size of batches; steps are recorded anew, after some that warm up."""
         self._plans.clear()
+        self._largest_rows = 0
         if self._capture is not None:
             self._capture.forget()
         self._holds_for = self._held()

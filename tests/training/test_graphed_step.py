@@ -160,6 +160,15 @@ def test_what_fits_no_graph_runs_as_usual_and_is_counted(caplog):
 
 
 @pytest.mark.usefixtures("tape")
+def test_after_a_reset_smaller_batches_are_recorded_too():
+    run = Run(num_warmup_steps=1).by_graph(sentences([8, 8, 8]))
+    run.step.reset()
+    run.by_graph(sentences([8, 8, 8], rows=1))
+    assert (run.step.num_captures, run.step.num_replays, run.step.num_eager) == (2, 4, 0)
+    assert run.step._capture.num_forgotten == 1
+
+
+@pytest.mark.usefixtures("tape")
 def test_shapes_beyond_the_limit_run_as_usual(monkeypatch):
     monkeypatch.setattr("hf_comera.training.graphed_step.MAX_GRAPHS", 2)
     run = Run(num_warmup_steps=1).by_graph(sentences([5, 6, 7, 5, 6, 7]))
