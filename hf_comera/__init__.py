@@ -21,6 +21,7 @@ from hf_comera.optim import TTMuon, comera_param_groups
 from hf_comera.training import (
     ComeraCallback,
     ComeraTrainer,
+    GraphedStep,
     RankAdaptation,
     RankAdapter,
     add_rank_gates,
@@ -37,6 +38,7 @@ __all__ = [
     "ComeraTrainer",
     "CompressionPlan",
     "Explanation",
+    "GraphedStep",
     "RankAdaptation",
     "RankAdapter",
     "RankReport",

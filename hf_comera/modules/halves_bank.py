@@ -5,6 +5,10 @@ since how many are built together shows in the last bits, and a resumed run must
 
 Halves hold while the cores and gates bear the same stamp (``modules/stamp.py``). Halves with a gradient hold past a
 backward pass only on a CPU, and only while gradients are being accumulated, that is while ``.grad`` is there.
+
+A CUDA graph writes to parameters without torch's knowledge: after each replay call ``note_parameter_edit`` of
+``modules/stamp.py``, and before and after each capture :func:`drop_kept_halves`: so a graph builds its own halves, and
+nobody else uses them.
 """
 
 from __future__ import annotations
@@ -17,16 +21,26 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from hf_comera.modules.stamp import Stamp, can_keep
+from hf_comera.modules.stamp import Stamp, can_keep, note_parameter_edit
 from hf_comera.ops.halves import Side, stacked_halves
 from hf_comera.ops.precision import without_autocast
 
 if TYPE_CHECKING:
     from hf_comera.modules.tt_linear import TTLinear
 
-__all__ = ["HalvesBank"]
+__all__ = ["HalvesBank", "drop_kept_halves"]
 
 T = TypeVar("T")
+
+_banks: weakref.WeakSet[HalvesBank] = weakref.WeakSet()
+"""All of this process."""
+
+
+def drop_kept_halves() -> None:
+    """Free the halves of all layers of this process, and with them what autograd holds for their gradients."""
+    note_parameter_edit()
+    for bank in list(_banks):
+        bank.drop_all()
 
 
 class HalvesBank:
@@ -34,6 +48,7 @@ class HalvesBank:
 
     def __init__(self) -> None:
         self._entries: weakref.WeakKeyDictionary[TTLinear, _Entry | None] = weakref.WeakKeyDictionary()
+        _banks.add(self)
 
     def add(self, layer: TTLinear) -> None:
         """Make ``layer`` a member."""
@@ -60,6 +75,11 @@ class HalvesBank:
     def drop(self, layer: TTLinear) -> None:
         """Free the halves of ``layer``, which stays a member."""
         if layer in self._entries:
+            self._entries[layer] = None
+
+    def drop_all(self) -> None:
+        """Free the halves of all members."""
+        for layer in list(self._entries):
             self._entries[layer] = None
 
     def _build(self, layer: TTLinear, dtype: torch.dtype) -> _Entry:

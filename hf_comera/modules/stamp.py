@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["Kept", "Stamp", "can_keep"]
+__all__ = ["Kept", "Stamp", "can_keep", "note_parameter_edit"]
 
 T = TypeVar("T")
 _State = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
@@ -29,12 +29,13 @@ _num_steps = 0
 """Steps that optimizers of this process have made: some write to parameters behind torch's back."""
 
 
-def _count_step(*_: Any) -> None:
+def note_parameter_edit(*_: Any) -> None:
+    """Say that parameters may have changed behind torch's back: nothing made before this holds any more."""
     global _num_steps
     _num_steps += 1
 
 
-register_optimizer_step_post_hook(_count_step)
+register_optimizer_step_post_hook(note_parameter_edit)
 
 
 def can_keep(tensors: list[Tensor]) -> bool:

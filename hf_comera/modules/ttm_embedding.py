@@ -105,7 +105,7 @@ class TTMEmbedding(TensorTrainModule):
             if project:
                 return project_on_tables(x, tables, self.num_embeddings, bias)
             check_ids(x, self.num_embeddings)
-            return look_up_in_tables(x, tables, self.embedding_dim, self.core_0.dtype)
+            return look_up_in_tables(x, tables, self.num_embeddings, self.embedding_dim, self.core_0.dtype)
 
     def train(self, mode: bool = True) -> "TTMEmbedding":
         """Set the training mode, and free the half tables that were kept."""

@@ -169,7 +169,9 @@ def _stacked_gradients(ctx: Any, used: list[int], grads: list[Any]) -> list[list
     side: Side = ctx.side
 
     def of_used(stacked: list[Tensor]) -> list[Tensor]:
-        return stacked if len(used) == len(side.cores) else [tensor[used] for tensor in stacked]
+        if len(used) == len(side.cores):
+            return stacked
+        return [torch.stack([tensor[index] for index in used]) for tensor in stacked]  # an index list would be copied
 
     cores, gates, scaled, products = map(of_used, (ctx.cores, ctx.gates, ctx.scaled, ctx.products))
     covered = products[-1].shape[-2] if side.on_left else products[0].shape[-1]

@@ -3,6 +3,10 @@
 Two half tables are built, each distinct id is contracted once, and its row is copied to all its places. Only the ids
 are saved for backward: everything else is cheap to build again.
 
+How many ids are distinct is known on the device only. On a GPU, asking for it would make the host wait and could not
+be part of a CUDA graph; there every place is contracted by itself, or, if the table has no more rows than there are
+places, every row of the table once. Gradients are added up in a fixed order in both forms.
+
 The plain-torch body below is the reference and the path of every device without a kernel.
 
 Source: CoMERA, arXiv:2405.14377, optimised embedding lookup (unique rows, half tables). Doing both levels by default,
@@ -57,16 +61,18 @@ def _ttm_lookup(
     ids: Tensor, cores: list[Tensor], num_embeddings: int, embedding_dim: int, padding_idx: int | None
 ) -> Tensor:
     check_ids(ids, num_embeddings)
-    return look_up_in_tables(ids, half_tables(cores), embedding_dim, cores[0].dtype)
+    return look_up_in_tables(ids, half_tables(cores), num_embeddings, embedding_dim, cores[0].dtype)
 
 
-def look_up_in_tables(ids: Tensor, tables: HalfTables, embedding_dim: int, dtype: torch.dtype) -> Tensor:
+def look_up_in_tables(
+    ids: Tensor, tables: HalfTables, num_embeddings: int, embedding_dim: int, dtype: torch.dtype
+) -> Tensor:
     """Rows ``ids``, which are not checked, from half tables that are at hand, without a gradient.
 
     Shape:
         ``(...) -> (..., embedding_dim)``, in ``dtype``.
     """
-    unique_U, place = torch.unique(ids.reshape(-1), return_inverse=True)
+    unique_U, place = _rows_to_make(ids.reshape(-1), num_embeddings)
     rows_UE = tables.left.new_empty(unique_U.numel(), embedding_dim)
     for start, left, right in _gathered(tables, unique_U):
         part = rows_UE[start : start + left.shape[0]]
@@ -74,7 +80,8 @@ def look_up_in_tables(ids: Tensor, tables: HalfTables, embedding_dim: int, dtype
             torch.bmm(left, right, out=part.view(-1, left.shape[1], right.shape[2]))
         else:
             part.copy_(torch.bmm(left, right).flatten(1)[:, :embedding_dim])
-    return rows_UE.to(dtype)[place].view(*ids.shape, embedding_dim)
+    rows_UE = rows_UE.to(dtype)
+    return (rows_UE if place is None else rows_UE[place]).view(*ids.shape, embedding_dim)
 
 
 @_ttm_lookup.register_fake
@@ -83,32 +90,36 @@ def _(ids: Tensor, cores: list[Tensor], num_embeddings: int, embedding_dim: int,
 
 
 @torch.library.custom_op("hf_comera::ttm_lookup_backward", mutates_args=())
-def _ttm_lookup_backward(grad: Tensor, ids: Tensor, cores: list[Tensor], padding_idx: int | None) -> list[Tensor]:
+def _ttm_lookup_backward(
+    grad: Tensor, ids: Tensor, cores: list[Tensor], num_embeddings: int, padding_idx: int | None
+) -> list[Tensor]:
     """An operator of its own, since the number of distinct ids is a shape that no compiler can know."""
     tables = half_tables(cores)
-    unique_U, place = torch.unique(ids.reshape(-1), return_inverse=True)
-    drows_UE = tables.left.new_zeros(unique_U.numel(), grad.shape[-1])
-    drows_UE.index_add_(0, place, grad.reshape(-1, grad.shape[-1]).to(drows_UE.dtype))
+    unique_U, place = _rows_to_make(ids.reshape(-1), num_embeddings)
+    drows_UE = grad.reshape(-1, grad.shape[-1]).to(tables.left.dtype)
+    if place is not None:
+        drows_UE = _summed_by_row(drows_UE, place, unique_U.numel())
     if padding_idx is not None:
-        drows_UE.masked_fill_((unique_U == padding_idx)[:, None], 0.0)
+        drows_UE = drows_UE.masked_fill((unique_U == padding_idx)[:, None], 0.0)
     dleft, dright = _table_gradients(tables, unique_U, drows_UE)
     return half_tables_backward(tables, dleft, dright, cores)
 
 
 @_ttm_lookup_backward.register_fake
-def _(grad: Tensor, ids: Tensor, cores: list[Tensor], padding_idx: int | None) -> list[Tensor]:
+def _(grad: Tensor, ids: Tensor, cores: list[Tensor], num_embeddings: int, padding_idx: int | None) -> list[Tensor]:
     return [torch.empty_like(core) for core in cores]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ids, cores, _, _, ctx.padding_idx = inputs
+    ids, cores, ctx.num_embeddings, _, ctx.padding_idx = inputs
     ctx.save_for_backward(ids, *cores)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     ids, *cores = ctx.saved_tensors
     with without_autocast(grad):
-        return None, _ttm_lookup_backward(grad, ids, cores, ctx.padding_idx), None, None, None
+        grads = _ttm_lookup_backward(grad, ids, cores, ctx.num_embeddings, ctx.padding_idx)
+        return None, grads, None, None, None
 
 
 _ttm_lookup.register_autograd(_backward, setup_context=_save)
@@ -124,9 +135,40 @@ def _table_gradients(tables: HalfTables, unique_U: Tensor, drows_UE: Tensor) -> 
         stop = start + left.shape[0]
         drows = drows_UE[start:stop].view(-1, hidden, columns)
         row, column = _coordinates(tables, unique_U[start:stop])
-        dleft.index_add_(0, row, torch.bmm(drows, right.transpose(1, 2)))
-        dright.index_add_(0, column, torch.bmm(left.transpose(1, 2), drows))
+        _add_by_row(dleft, row, torch.bmm(drows, right.transpose(1, 2)))
+        _add_by_row(dright, column, torch.bmm(left.transpose(1, 2), drows))
     return dleft, dright
+
+
+def _rows_to_make(ids_N: Tensor, num_embeddings: int) -> tuple[Tensor, Tensor | None]:
+    """Ids to contract, and where each place finds its row among them; None where places and rows are the same."""
+    if not _needs_static_shapes(ids_N):
+        return torch.unique(ids_N, return_inverse=True)
+    if ids_N.numel() < num_embeddings:
+        return ids_N, None
+    return torch.arange(num_embeddings, dtype=ids_N.dtype, device=ids_N.device), ids_N
+
+
+def _needs_static_shapes(ids: Tensor) -> bool:
+    """Whether no shape may depend on the values of ``ids``."""
+    return ids.is_cuda
+
+
+def _summed_by_row(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """The sums of those ``values`` that go to the same of ``num_rows`` rows."""
+    if not _needs_static_shapes(rows):
+        return values.new_zeros(num_rows, *values.shape[1:]).index_add_(0, rows, values)
+    # the backward of an embedding: unlike index_add_ on a GPU, it adds in a fixed order
+    return torch.ops.aten.embedding_dense_backward(values.flatten(1), rows, num_rows, -1, False).view(
+        num_rows, *values.shape[1:]
+    )
+
+
+def _add_by_row(table: Tensor, rows: Tensor, values: Tensor) -> None:
+    if _needs_static_shapes(rows):
+        table += _summed_by_row(values, rows, table.shape[0])
+    else:
+        table.index_add_(0, rows, values)
 
 
 def _coordinates(tables: HalfTables, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,9 @@ class TTMuon(torch.optim.Optimizer):
     cores. Weight decay shrinks the implied matrix by ``1 - lr * weight_decay``. Parameters that are no cores are
     trained by ``torch``'s AdamW. Rank gates are left out of the gauge: as they scale a rank, they scale its steps.
 
+    A step waits for nothing on the device. With the ``lr`` of each group in a scalar tensor there, best of float64, as
+    :class:`hf_comera.GraphedStep` puts it, steps can be part of a CUDA graph and still follow a schedule.
+
     Args:
         model: The model to train; layers in tensor-train form are found in it. Freeze before making the optimizer:
             layers without a trainable core are left out. Cores must be whole, as under DDP, not sharded.
@@ -127,14 +130,15 @@ class TTMuon(torch.optim.Optimizer):
         momenta = self._momenta([cores[place] for place in family.places], family, group)
         steps = orthogonal_steps(family, _exact(family.all_cores.pack(cores)), momenta)
         moving = [cores[place] for place in family.moving]
-        sizes = self._certainty(moving) * family.part
+        bound = group["lr"] * COHERENCE * math.sqrt(trains[0].entries)
+        sizes = self._certainty(moving) * family.part * -bound
         parts = family.moving_cores.unpack([step * size for step, size in zip(steps, sizes, strict=True)])
         kept = 1 - group["lr"] * group["weight_decay"] / len(family.places)
-        torch._foreach_mul_([core for place in family.places for core in cores[place]], kept)
-        bound = group["lr"] * COHERENCE * math.sqrt(trains[0].entries)
+        decayed = [core for place in family.places for core in cores[place]]
+        torch._foreach_mul_(decayed, kept.to(decayed[0].dtype) if isinstance(kept, Tensor) else kept)
         stepped = [core for of_place in moving for core in of_place]
         parts = [part.view_as(core).to(core.dtype) for part, core in zip(parts, stepped, strict=True)]
-        torch._foreach_add_(stepped, parts, alpha=-bound)
+        torch._foreach_add_(stepped, parts)
 
     def _momenta(self, places: list[list[nn.Parameter]], family: Family, group: dict[str, Any]) -> list[Tensor]:
         """Advance the momenta of cores and look ahead along them; stacked, one for each place."""
@@ -182,7 +186,7 @@ class TTMuon(torch.optim.Optimizer):
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
-            lr=group["lr"],
+            lr=group["lr"].float() if isinstance(group["lr"], Tensor) and group["lr"].is_cuda else group["lr"],
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,

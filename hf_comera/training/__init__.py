@@ -1,6 +1,7 @@
 """Training compressed models: the Trainer with our optimizer, and rank adaptation for any loop."""
 
 from hf_comera.training.callback import ComeraCallback
+from hf_comera.training.graphed_step import GraphedStep
 from hf_comera.training.rank_adaptation import RankAdaptation
 from hf_comera.training.rank_adapter import RankAdapter
 from hf_comera.training.rank_gates import add_rank_gates, fold_rank_gates
@@ -10,6 +11,7 @@ __all__ = [
     "ComeraCallback",
     "ComeraTrainer",
     "ComeraTrainerMixin",
+    "GraphedStep",
     "RankAdaptation",
     "RankAdapter",
     "add_rank_gates",

@@ -48,6 +48,8 @@ class ComeraCallback(TrainerCallback, ExportableState):
         self.adapter: RankAdapter | None = None
         self.wrapped_model: Callable[[], nn.Module] | None = None
         """Set by our Trainer, which also calls :meth:`observe`: what the loop calls, the model, possibly in DDP."""
+        self.by_graph = False
+        """Set by our Trainer: its steps, which may be CUDA graphs, call the adapter themselves."""
         self.saved_state: dict[str, Any] | None = None
         self._loss: Tensor | None = None
         self._micro_batches = 0
@@ -83,6 +85,8 @@ class ComeraCallback(TrainerCallback, ExportableState):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Gradients are complete and clipped."""
         assert self.adapter is not None
+        if self.by_graph:
+            return
         if self._loss is None:
             raise ValueError(
                 "ComeraCallback found no loss in the outputs of the model: the batches have no labels, or the loss is "
@@ -94,7 +98,8 @@ class ComeraCallback(TrainerCallback, ExportableState):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """The optimizer has stepped; evaluation and checkpoints come after this."""
         assert self.adapter is not None
-        self.adapter.after_step()
+        if not self.by_graph:
+            self.adapter.after_step()
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_comera.compress.rank_report import RankHistory
 from hf_comera.compress.size import size_report
 from hf_comera.modules import TensorTrainModule
+from hf_comera.training.agreement import agree_on_bases, agreed
 from hf_comera.training.basis import check_moments, to_canonical_basis
 from hf_comera.training.bond_table import BondTable
 from hf_comera.training.importance import bond_effects, rank_importance
@@ -99,7 +100,8 @@ class RankAdapter:
         """Decayed sum of losses, and of ones."""
         wanted_loss = torch.nan if settings.wanted_loss is None else settings.wanted_loss
         self.wanted_loss = torch.full((), wanted_loss, dtype=torch.float64, device=device)
-        self._rate = 0.0
+        self.allowed_size = self.wanted_loss.new_zeros(())  # core parameters that the budget leaves after this step
+        self._rate: float | Tensor = 0.0
         check_budget(settings, self.model, self.table, self.budget)
         self.history = RankHistory(ranks_before={name: list(m.ranks) for name, m in self.table.layers.items()})
         self.model.__dict__["_rank_history"] = self.history
@@ -133,14 +135,33 @@ class RankAdapter:
         """Push the gates, and cut ranks where it is time; call it after the optimizer's step."""
         if self._accumulates():
             return
-        stage = self.stages.name(self.step)
+        self.prepare_step()
+        if not getattr(self._accelerated, "step_was_skipped", False):
+            self.push()
+        self.advance()
+
+    @property
+    def stage(self) -> str:
+        """That of the present step: ``"early"``, ``"late"`` or ``"final"``."""
+        return self.stages.name(self.step)
+
+    def device_state(self) -> list[Tensor]:
+        """The tensors that :meth:`before_step` and :meth:`push` read and write besides parameters and gradients."""
+        return [self.effects, self.strengths, self.loss_sums, self.wanted_loss, self.allowed_size]
+
+    def prepare_step(self) -> None:
+        """The part of a step that only the host knows; before :meth:`push`."""
+        if (budget := self._budget_after(self.step + 1)) is not None:
+            self.allowed_size.fill_(budget)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """The part of :meth:`after_step` that follows the push: count the step, and cut ranks where it is time."""
         self.step += 1
-        if stage != "final" and self.table.gates and not getattr(self._accelerated, "step_was_skipped", False):
-            self._push(stage)
         if self.settings.wanted_loss is None and self.step == max(self.stages.early, 1):
             self.wanted_loss.copy_(self.smoothed_loss)
         if self.stages.cuts_after(self.step) and self.table.gates:
-            self._cut(self._budget_now())
+            self._cut(self._budget_after(self.step))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -164,10 +185,9 @@ class RankAdapter:
 
     def logs(self) -> dict[str, float]:
         """Figures for the progress bar and trackers; reads from the device."""
-        stage = {"early": 0.0, "late": 1.0, "final": 2.0}[self.stages.name(self.step)]
         trains = (module for module in self.model.modules() if isinstance(module, TensorTrainModule))
         figures = {
-            "rank_stage": stage,
+            "rank_stage": {"early": 0.0, "late": 1.0, "final": 2.0}[self.stage],
             "live_ranks": float(sum(sum(module.ranks) for module in trains)),
             "parameters": float(ungated_parameters(self.model)),
             "smoothed_loss": float(self.smoothed_loss),
@@ -218,22 +238,22 @@ class RankAdapter:
         self.history.__dict__.update(copy.deepcopy(state["history"]))
         rewrap(self.ddp)
 
-    def _push(self, stage: str) -> None:
-        """The proximal step of the size objective on all gates, and of the squared norm on the cores.
+    @torch.no_grad()
+    def push(self) -> None:
+        """The part of :meth:`after_step` that happens on the device alone, whatever the stage; graphs can hold it.
+
+        The proximal step of the size objective on all gates, and of the squared norm on the cores.
 
         What is shrunk are the singular values over the largest of their bond: those of the last cut, times the gates.
         So weak ranks reach zero long before strong ones; none faster than the optimizer could hold it for the loss.
         """
+        if self.stage == "final" or not self.table.gates:
+            return
         gates, canonical = self.table.flat(), self.table.flat() * self.strengths
         strength: Tensor | float = self.settings.gamma
-        if stage == "late":
-            weight = late_weight(
-                self.smoothed_loss,
-                exact_size(self.table, gates),
-                self.wanted_loss,
-                self._budget_now(),
-                self.settings.rho,
-            )
+        if self.stage == "late":
+            size, rho = exact_size(self.table, gates), self.settings.rho
+            weight = late_weight(self.smoothed_loss, size, self.wanted_loss, self.allowed_size, rho)
             strength = self.settings.pressure * weight
         push = strength * relative_push(self.table, canonical) / self.strengths
         pushed = shrink(gates, self._rate * push.clamp_max(FASTEST))
@@ -242,22 +262,22 @@ class RankAdapter:
             cores = [core for module in self.table.layers.values() for core in module.cores()]
             torch._foreach_mul_(cores, 1 - self._rate * self.settings.beta)
 
-    def _budget_now(self) -> int | None:
-        """The size allowed after the steps done so far."""
+    def _budget_after(self, steps: int) -> int | None:
+        """The size allowed once ``steps`` steps are done."""
         if self.budget is None:
             return None
-        return max(self.stages.budget(self.step, self.start_size, self.budget), self.budget)
+        return max(self.stages.budget(steps, self.start_size, self.budget), self.budget)
 
     def _cut(self, budget: int | None) -> None:
         """Go to the canonical bases; cut dead ranks and, above ``budget``, the least important others."""
         check_moments(self.table.layers, self.optimizer)
         spectra = to_canonical_basis(self.table.layers, self.optimizer)
-        self._agree_on_bases(spectra)
+        agree_on_bases(self.ddp, self.table.layers, self.optimizer, spectra)
         relative = torch.cat([values / values[0].clamp_min(torch.finfo(values.dtype).tiny) for values in spectra])
-        self.strengths = relative.clamp_min(WEAKEST).to(self.strengths)
+        self.strengths.copy_(relative.clamp_min(WEAKEST))
         importance = rank_importance(self.table, self.effects, spectra, self.settings.threshold)
         chosen = choose_ranks(self.table, importance, self.settings.min_rank, budget, self.budget or 0)
-        chosen = self._agreed(chosen)
+        chosen = agreed(self.ddp, chosen)
         if [len(index) for index in chosen] == [gate.numel() for gate in self.table.gates]:
             return
         bonds = iter(chosen)
@@ -274,26 +294,6 @@ class RankAdapter:
         """Whether Accelerate's optimizer only gathers gradients at present (``accelerator.accumulate``)."""
         state = getattr(self._accelerated, "gradient_state", None)
         return state is not None and not state.sync_gradients
-
-    def _agree_on_bases(self, spectra: list[Tensor]) -> None:
-        """Cores and moments of the first process everywhere: signs and orders of singular vectors are arbitrary."""
-        if self.ddp is None:
-            return
-        for module in self.table.layers.values():
-            for core in module.cores():
-                moments = [value for value in self.optimizer.state.get(core, {}).values() if isinstance(value, Tensor)]
-                for tensor in (core.data, *(value for value in moments if value.device == core.device)):
-                    dist.broadcast(tensor, src=0, group=self.ddp.process_group)
-        for values in spectra:
-            dist.broadcast(values, src=0, group=self.ddp.process_group)
-
-    def _agreed(self, chosen: list[Tensor]) -> list[Tensor]:
-        """The choice of the first process, everywhere."""
-        if self.ddp is not None:
-            box = [chosen]
-            dist.broadcast_object_list(box, src=0, group=self.ddp.process_group)
-            return box[0]
-        return chosen
 
     def _record(self) -> None:
         self.history.steps.append(self.step)

@@ -1,14 +1,21 @@
 """``ComeraTrainer``: the Trainer of Transformers with the optimizer that tensor trains need, and rank adaptation."""
 
+import functools
 import logging
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer, TrainingArguments
 
 from hf_comera.optim import TTMuon
 from hf_comera.training.callback import ComeraCallback
+from hf_comera.training.graph_guards import check_trainer_graphs
+from hf_comera.training.graphed_step import GraphedStep
 from hf_comera.training.rank_adaptation import RankAdaptation
+from hf_comera.training.rank_adapter import RankAdapter
 from hf_comera.training.rank_gates import add_rank_gates
 
 __all__ = ["ComeraTrainer", "ComeraTrainerMixin"]
@@ -26,10 +33,18 @@ class ComeraTrainerMixin:
     the arguments, by ``optimizers`` or by ``optimizer_cls_and_kwargs``, is used as in the original. ``optim`` at its
     default cannot be told from one that was left out: for that very AdamW, pass ``optimizer_cls_and_kwargs``.
 
+    With ``cuda_graphs=True`` each training step is a call of :class:`GraphedStep`: a replay of a CUDA graph where that
+    is possible. Gradients are gone when callbacks see the step. ``graphed_step`` then counts what ran how.
+
     Args:
         args: Of the Trainer.
         rank_adaptation: How ranks are trained; None leaves them as they are.
+        cuda_graphs: Whether to replay training steps as CUDA graphs.
+        padding_buckets: Lengths to pad sequences to, with CUDA graphs; None for batches that all have one shape.
         kwargs: Of the Trainer.
+
+    Raises:
+        ValueError: If training arguments do not go with CUDA graphs, such as accumulation of gradients or fp16.
     """
 
     args: TrainingArguments
@@ -39,10 +54,22 @@ class ComeraTrainerMixin:
     optimizer: torch.optim.Optimizer | None
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
 
-    def __init__(self, *args: Any, rank_adaptation: RankAdaptation | None = None, **kwargs: Any) -> None:
+    accelerator: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        rank_adaptation: RankAdaptation | None = None,
+        cuda_graphs: bool = False,
+        padding_buckets: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if rank_adaptation is not None:
             kwargs["callbacks"] = [*(kwargs.get("callbacks") or ()), ComeraCallback(rank_adaptation)]
         super().__init__(*args, **kwargs)
+        check_trainer_graphs(self.args, cuda_graphs, padding_buckets)
+        self.cuda_graphs, self.padding_buckets = cuda_graphs, padding_buckets
+        self.graphed_step: GraphedStep | None = None
         self._connect()
 
     @property
@@ -85,11 +112,60 @@ class ComeraTrainerMixin:
         return super().create_optimizer(model)  # type: ignore[misc, no-any-return]
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One batch forward and backward; rank adaptation takes note of its loss."""
+        """One batch forward and backward, rank adaptation takes note of its loss; with CUDA graphs a whole step."""
+        if self.cuda_graphs:
+            return self._step_by_graph(model, *args, **kwargs)
         loss: torch.Tensor = super().training_step(model, *args, **kwargs)  # type: ignore[misc]
         if self.rank_callback is not None:
             self.rank_callback.observe(loss)
         return loss
+
+    def _step_by_graph(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        if not model.training:
+            model.train()
+        batch = dict(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
+        if num_items_in_batch is not None:
+            batch["num_items_in_batch"] = torch.as_tensor(num_items_in_batch)
+        assert isinstance(self.optimizer, AcceleratedOptimizer)
+        adapter = None if self.rank_callback is None else self.rank_callback.adapter
+        step = self.graphed_step
+        if step is None or step.optimizer is not self.optimizer.optimizer or step.adapter is not adapter:
+            step = self.graphed_step = self._make_graphed_step(model, adapter)
+        return step(batch)
+
+    def _make_graphed_step(self, model: Any, adapter: RankAdapter | None) -> GraphedStep:
+        """The step, and a training loop that leaves to it what it does."""
+
+        def compute_loss(batch: dict[str, Any]) -> torch.Tensor:
+            num_items = batch.pop("num_items_in_batch", None)
+            with self.compute_loss_context_manager():  # type: ignore[attr-defined]
+                loss: torch.Tensor = self.compute_loss(model, batch, num_items_in_batch=num_items)  # type: ignore[attr-defined]
+            return loss
+
+        assert self.optimizer is not None
+        step = GraphedStep(
+            model,
+            self.optimizer,
+            adapter,
+            buckets=self.padding_buckets,
+            max_grad_norm=self.args.max_grad_norm or math.inf,  # the norm is logged anyway
+            compute_loss=compute_loss,
+        )
+        if self.rank_callback is not None:
+            self.rank_callback.by_graph = True
+        self._leave_out_of_the_loop(step)
+        return step
+
+    def _leave_out_of_the_loop(self, step: GraphedStep) -> None:
+        """What the loop does to gradients and optimizer after :meth:`training_step` has been done by ``step``."""
+        optimizer: Any = self.optimizer
+
+        @functools.wraps(optimizer.step)  # schedulers look for the mark that they left on it
+        def was_stepped(*_: Any, **__: Any) -> None:
+            optimizer._opt_called = True
+
+        optimizer.step = was_stepped
+        self.accelerator.clip_grad_norm_ = lambda *_, **__: step.grad_norm
 
 
 class ComeraTrainer(ComeraTrainerMixin, Trainer):

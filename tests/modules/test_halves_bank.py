@@ -2,41 +2,13 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from hf_comera.modules import TTLinear, halves_bank
-from hf_comera.modules.halves_bank import HalvesBank
-from hf_comera.ops import tt_linear
-
-
-def layers(ranks=(5, 5, 5), dtype=torch.float64):
-    """A stack of layers that share a bank."""
-    bank = HalvesBank()
-    stack = nn.Sequential(*(TTLinear(12, 12, ranks=rank, dtype=dtype) for rank in ranks))
-    for layer in stack:
-        layer.join_bank(bank)
-    return stack
-
-
-def reference(stack, x):
-    """The stack without any bank."""
-    for layer in stack:
-        x = tt_linear(x, layer.gated_cores(), len(layer.in_factors), layer.bias, layer.out_features)
-    return x
-
-
-@pytest.fixture
-def builds(monkeypatch):
-    """Layers in each family that is built."""
-    seen = []
-    build = halves_bank.stacked_halves
-    monkeypatch.setattr(halves_bank, "stacked_halves", lambda side: seen.append(len(side.cores)) or build(side))
-    return seen
+from hf_comera.modules import TTLinear
+from tests.modules.bank_layers import layers, reference
 
 
 class RawSGD(torch.optim.Optimizer):
@@ -221,61 +193,6 @@ def test_each_layer_keeps_its_own_dtype_under_mixed_autocast(builds):
     assert {parameter.grad.dtype for parameter in stack.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_checkpointing_gives_the_same_gradients(use_reentrant):
-    stack = layers((5, 5, 5, 5))
-    x = torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
-    for _ in range(2):
-        stack.zero_grad()
-        x.grad = None
-        first = checkpoint(stack[:2], x, use_reentrant=use_reentrant)
-        checkpoint(stack[2:], first, use_reentrant=use_reentrant).square().sum().backward()
-        expected = torch.autograd.grad(reference(stack, x).square().sum(), [x, *stack.parameters()])
-        torch.testing.assert_close([x.grad, *(parameter.grad for parameter in stack.parameters())], list(expected))
-
-
-def test_functional_calls_and_transforms_go_past_the_bank():
-    stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
-    before = stack(x)
-    other = {name: 2 * value.detach() for name, value in stack.named_parameters()}
-
-    def loss(parameters):
-        return torch.func.functional_call(stack, parameters, (x,)).square().sum()
-
-    changed = copy.deepcopy(stack)
-    changed.load_state_dict(other)
-    torch.testing.assert_close(loss(other), changed(x).square().sum())
-    found = torch.func.grad(loss)(other)
-    expected = torch.autograd.grad(changed(x).square().sum(), list(changed.parameters()))
-    torch.testing.assert_close(list(found.values()), list(expected))
-    torch.testing.assert_close(torch.vmap(stack)(x[:, None])[:, 0], before)
-    assert torch.equal(stack(x), before)
-
-
-def test_inference_mode():
-    stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
-    with torch.inference_mode():
-        inside = stack(x)
-        made_inside = TTLinear(12, 12, ranks=2, dtype=torch.float64)
-        made_inside(x)
-    stack(x).sum().backward()
-    torch.testing.assert_close(inside.clone(), reference(stack, x))
-
-
-def test_second_derivatives():
-    stack, x = layers((3, 3)), torch.randn(2, 12, dtype=torch.float64, requires_grad=True)
-    stack(x)
-    parameters = [x, stack[0].core_0, stack[1].core_2]
-
-    def penalty(y):
-        return sum(
-            grad.square().sum() for grad in torch.autograd.grad(y.square().sum(), parameters, create_graph=True)
-        )
-
-    ours = torch.autograd.grad(penalty(stack(x)), parameters)
-    torch.testing.assert_close(ours, torch.autograd.grad(penalty(reference(stack, x)), parameters))
-
-
 def test_cores_that_are_thawed_get_gradients_and_frozen_ones_none():
     stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
     stack[0].core_1.requires_grad_(False)
@@ -298,57 +215,3 @@ def test_training_by_hand_through_data():
                 parameter.data -= 0.1 * parameter.grad
                 parameter.grad.zero_()
     torch.testing.assert_close(list(stacks[0].parameters()), list(stacks[1].parameters()))
-
-
-def test_halves_made_in_inference_mode_are_not_used_for_training():
-    stack, x = layers().requires_grad_(False), torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
-    with torch.inference_mode():
-        stack(x)
-    stack(x).sum().backward()
-    torch.testing.assert_close(x.grad, torch.autograd.grad(reference(stack, x).sum(), x)[0])
-
-
-def test_second_derivatives_beside_frozen_cores():
-    stack, x = layers((3, 3)), torch.randn(2, 12, dtype=torch.float64, requires_grad=True)
-    stack[0].core_1.requires_grad_(False)
-    (first,) = torch.autograd.grad(stack(x).square().sum(), x, create_graph=True)
-    (expected,) = torch.autograd.grad(reference(stack, x).square().sum(), x, create_graph=True)
-    tensors = [x, stack[0].core_0]
-    torch.testing.assert_close(
-        torch.autograd.grad(first.square().sum(), tensors), torch.autograd.grad(expected.square().sum(), tensors)
-    )
-
-
-def test_reentrant_checkpointing_builds_each_layer_once_in_backward(builds):
-    stack = layers((5,) * 8)
-    x = torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
-    y = x
-    for layer in stack:
-        y = checkpoint(layer, y, use_reentrant=True)
-    builds.clear()
-    y.sum().backward()
-    assert builds == [1] * 16
-
-
-def test_memory_of_cores_can_still_be_resized():
-    stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
-    stack(x)
-    core = stack[0].core_0
-    values, storage = core.detach().clone(), core.untyped_storage()
-    num_bytes = storage.nbytes()
-    storage.resize_(0)
-    storage.resize_(num_bytes)
-    core.detach().copy_(values)
-    torch.testing.assert_close(stack(x), reference(stack, x))
-
-
-def test_a_traced_layer_takes_in_other_cores():
-    layer = TTLinear(12, 12, ranks=3, rank_activation="silu").eval()
-    x = torch.randn(4, 12)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        layer(x)
-        traced = torch.jit.trace(layer, x)
-        other = TTLinear(12, 12, ranks=3, rank_activation="silu")
-        traced.load_state_dict(other.state_dict())
-        torch.testing.assert_close(traced(x), other(x))

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch.nn.functional import embedding
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_comera.ops import ttm_lookup
-from hf_comera.ops.ttm_lookup import _ttm_lookup
+from hf_comera.ops.ttm_lookup import _ttm_lookup, _ttm_lookup_backward
 from tests.dense_references import dense_table, random_ttm_cores
 from tests.ops.test_tt_linear import LargestTensor
 
@@ -16,6 +17,14 @@ TABLES = [  # (v, h, rank, num_embeddings, embedding_dim)
     pytest.param((2, 3, 2, 3), (2, 1, 2, 2), 3, 35, 8, id="four-cores-factor-one"),
     pytest.param((2, 3, 2), (2, 2, 2), 1, 12, 8, id="rank-one"),
 ]
+
+
+@pytest.fixture(params=["as on a CPU", "as on a GPU"], autouse=True)
+def form(request, monkeypatch):
+    """Both forms of the operator; the static shapes of a GPU are forced on a CPU."""
+    if request.param == "as on a GPU":
+        monkeypatch.setitem(_ttm_lookup._init_fn.__globals__, "_needs_static_shapes", lambda ids: True)
+    return request.param
 
 
 @pytest.mark.parametrize(("v", "h", "rank", "num_embeddings", "embedding_dim"), TABLES)
@@ -36,6 +45,34 @@ def test_matches_dense_and_passes_gradcheck(v, h, rank, num_embeddings, embeddin
     assert torch.autograd.gradcheck(
         lambda *cores: ttm_lookup(ids, list(cores), num_embeddings, embedding_dim), tuple(cores)
     )
+
+
+class OpNames(TorchDispatchMode):
+    """The names of all operations, inside custom operators too."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_ids", [5, 200], ids=["fewer than rows", "more than rows"])
+def test_static_shapes_read_nothing_and_change_nothing(num_ids, monkeypatch):
+    cores, ids = random_ttm_cores((3, 4, 5), (2, 3, 2), 3), torch.randint(0, 57, (num_ids,))
+    lookup, backward = _ttm_lookup._init_fn, _ttm_lookup_backward._init_fn  # what the operators do
+    results = []
+    for static in (False, True):
+        monkeypatch.setitem(_ttm_lookup._init_fn.__globals__, "_needs_static_shapes", lambda _, static=static: static)
+        with OpNames() as seen:
+            rows = lookup(ids, [core.detach() for core in cores], 57, 11, 7)
+            grads = backward(rows.cos(), ids, [core.detach() for core in cores], 57, 7)
+        results.append([rows, *grads])
+        assert any("unique" in name for name in seen.names) != static
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 0), (2, 3, 4)], ids=str)

@@ -4,9 +4,10 @@ import pytest
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
 
-from hf_comera import ComeraConfig, ComeraTrainer, TTMuon, get_comera_model
+from hf_comera import ComeraConfig, ComeraTrainer, RankAdaptation, TTMuon, get_comera_model, size_report
 from hf_comera.training import ComeraTrainerMixin
 from tests.architectures import ARCHITECTURES
+from tests.training.tape_capture import use_tape
 
 
 def compressed(name="bert-mlm"):
@@ -23,9 +24,8 @@ def examples(name="bert-mlm", count=16):
 
 def arguments(folder, **settings):
     defaults = {"per_device_train_batch_size": 4, "max_steps": 4, "logging_steps": 1, "save_strategy": "no"}
-    return TrainingArguments(
-        output_dir=str(folder), report_to=[], use_cpu=True, disable_tqdm=True, **{**defaults, **settings}
-    )
+    defaults |= {"use_cpu": True}
+    return TrainingArguments(output_dir=str(folder), report_to=[], disable_tqdm=True, **{**defaults, **settings})
 
 
 def test_the_optimizer_follows_the_arguments(tmp_path):
@@ -96,3 +96,96 @@ def test_the_plain_trainer_takes_the_optimizer_too(tmp_path):
         model=model, args=arguments(tmp_path), optimizer_cls_and_kwargs=(TTMuon, {"model": model, "lr": 1e-3})
     )
     assert isinstance(trainer.create_optimizer(), TTMuon)
+
+
+def graphed(folder, name="bert-mlm", resume=None, rank_adaptation=None, data=None, graphs=None, **settings):
+    """A finished training; ``graphs`` are the settings of CUDA graphs."""
+    trainer = ComeraTrainer(
+        model=compressed(name), args=arguments(folder, **settings), train_dataset=data or examples(name),
+        rank_adaptation=rank_adaptation, **(graphs or {}),
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def ranks():
+    report = size_report(compressed())
+    size = int(report.parameters - 0.5 * report.compressed_parameters)
+    return RankAdaptation(target_parameters=size, early=0.4, late=0.5, cut_every=0.25)
+
+
+def logs(trainer):
+    """All that was logged, without times, and without the operations, which Trainer counts at the present size."""
+    history = trainer.state.log_history
+    return [{k: v for k, v in entry.items() if k != "total_flos" and not k.startswith("train_")} for entry in history]
+
+
+def same(one, other):
+    ours, theirs = one.model.state_dict(), other.model.state_dict()
+    return (
+        ours.keys() == theirs.keys()
+        and all(torch.equal(value, theirs[name]) for name, value in ours.items())
+        and logs(one) == logs(other)
+    )
+
+
+@pytest.mark.parametrize("adaptation", [None, ranks], ids=["fixed", "ranks"])
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.0}, {"bf16": True}], ids=str)
+def test_cuda_graphs_change_neither_weights_nor_logs(adaptation, settings, tmp_path, monkeypatch):
+    use_tape(monkeypatch)
+    settings = {"max_steps": 16, "per_device_train_batch_size": 4, **settings}
+    rank_adaptation = None if adaptation is None else adaptation()
+    plain = graphed(tmp_path, rank_adaptation=rank_adaptation, **settings)
+    by_graph = graphed(tmp_path, rank_adaptation=rank_adaptation, graphs={"cuda_graphs": True}, **settings)
+    assert by_graph.graphed_step.num_replays
+    assert same(plain, by_graph)
+    assert by_graph.state.log_history[0]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("adaptation", [None, ranks], ids=["fixed", "ranks"])
+def test_with_cuda_graphs_resuming_is_bit_exact(adaptation, tmp_path, monkeypatch):
+    use_tape(monkeypatch)
+    settings = {"max_steps": 16, "graphs": {"cuda_graphs": True}, "save_strategy": "steps", "save_steps": 6}
+    settings["rank_adaptation"] = None if adaptation is None else adaptation()
+    whole = graphed(tmp_path / "whole", **settings)
+    resumed = graphed(tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-6"), **settings)
+    assert resumed.graphed_step.num_replays
+    assert same(whole, resumed)
+
+
+def test_with_cuda_graphs_batches_are_padded_and_small_ones_counted(tmp_path, monkeypatch):
+    use_tape(monkeypatch)
+    data = [{key: value[: 4 + index % 5] for key, value in item.items()} for index, item in enumerate(examples())][:14]
+    settings = {"per_device_train_batch_size": 1, "max_steps": 28, "data": data}
+    trainer = graphed(tmp_path, graphs={"cuda_graphs": True, "padding_buckets": [6, 8]}, **settings)
+    assert trainer.graphed_step.num_captures == 2
+    assert not trainer.graphed_step.num_eager
+    settings |= {"per_device_train_batch_size": 4, "max_steps": 12, "data": examples(count=14)}
+    trainer = graphed(tmp_path, graphs={"cuda_graphs": True}, **settings)
+    assert trainer.graphed_step.eager_steps == {"the batch has fewer rows than others": 3}
+
+
+def test_cuda_graphs_without_a_gpu_train_as_usual(tmp_path, caplog):
+    trainer = graphed(tmp_path, graphs={"cuda_graphs": True})
+    assert trainer.graphed_step.num_eager == 4
+    assert "CUDA graphs need a CUDA device" in caplog.text
+    assert same(graphed(tmp_path), trainer)
+
+
+def test_what_does_not_go_with_cuda_graphs_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="does not work with gradient_accumulation_steps=2, only with 1"):
+        graphed(tmp_path, graphs={"cuda_graphs": True}, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=r"padding_buckets=.64. is only for CUDA graphs"):
+        graphed(tmp_path, graphs={"padding_buckets": [64]})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adaptation", [None, ranks], ids=["fixed", "ranks"])
+def test_on_a_gpu_the_trainer_replays(adaptation, tmp_path):
+    settings = {"max_steps": 24, "use_cpu": False, "rank_adaptation": None if adaptation is None else adaptation()}
+    plain = graphed(tmp_path, **settings)
+    by_graph = graphed(tmp_path, graphs={"cuda_graphs": True}, **settings)
+    assert by_graph.graphed_step.reason is None
+    assert by_graph.graphed_step.num_replays >= 8
+    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (plain, by_graph)]
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=0)

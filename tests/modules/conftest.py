@@ -1,0 +1,37 @@
+"""Fixtures of the tests of layers that work together: what is built, how stand-ins are used, small chunks."""
+
+import pytest
+
+from hf_comera.modules import TTLinear, halves_bank, wide_hidden
+from hf_comera.modules.wide_hidden import WideHidden
+from hf_comera.ops import wide_code
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """Layers in each family that is built."""
+    seen = []
+    build = halves_bank.stacked_halves
+    monkeypatch.setattr(halves_bank, "stacked_halves", lambda side: seen.append(len(side.cores)) or build(side))
+    return seen
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(TTLinear, "_other_path", lambda self, x: None)  # so small a layer would be dense
+    monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1)
+    monkeypatch.setattr(wide_code, "CHUNK_ENTRIES", 60)
+
+
+@pytest.fixture
+def uses(monkeypatch):
+    """How stand-ins were used: as a code, or made real."""
+    seen = []
+    for name in ("code", "real"):
+        original = getattr(WideHidden, name)
+        monkeypatch.setattr(
+            WideHidden,
+            name,
+            lambda self, *args, name=name, original=original: seen.append(name) or original(self, *args),
+        )
+    return seen

@@ -1,0 +1,105 @@
+"""hf_comera/training/cuda_capture.py: recorded functions do their work at each replay, from memory that is kept."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.nn.functional import dropout
+
+from hf_comera.modules import TTLinear
+from hf_comera.training.cuda_capture import CaptureWatch, CudaCapture
+
+
+def test_tensors_from_outside_are_kept_and_those_made_within_are_not():
+    table, x = torch.arange(3), torch.ones(3, requires_grad=True)
+    watch = CaptureWatch()
+    with watch:
+        y = x[table] * 2
+        y.sum().backward()
+    within = weakref.ref(y)
+    places = {tensor.data_ptr() for tensor in watch.tensors()}
+    assert {table.data_ptr(), x.data_ptr()} <= places
+    assert y.data_ptr() not in places
+    address = table.data_ptr()
+    del y, table
+    gc.collect()
+    assert within() is None
+    assert address in {tensor.data_ptr() for tensor in watch.tensors()}
+    assert not any(tensor.requires_grad for tensor in watch.tensors())
+
+
+@pytest.mark.parametrize("read", [lambda x: x.item(), bool, lambda x: [1, 2][x.long()]], ids=["item", "bool", "index"])
+def test_no_value_is_read_on_the_host(read):
+    with pytest.raises(RuntimeError, match="reads a value of a tensor on the host"), CaptureWatch():
+        read(torch.rand(()))
+
+
+def test_a_cpu_has_no_graphs():
+    assert "is on 'cpu'" in CudaCapture.why_not(torch.device("cpu"))
+    assert CudaCapture.why_not(torch.device("cuda", 0)) is None
+
+
+@pytest.mark.gpu
+def test_replays_on_a_gpu_read_and_write_the_same_memory():
+    x, y = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
+
+    def double():
+        y.copy_(2 * x)
+
+    capture = CudaCapture(x.device)
+    capture.warm_up(double)
+    replay = capture.record(double)
+    for value in (1, 5):
+        x.fill_(value)
+        replay()
+        assert y.tolist() == [2 * value] * 4
+    del replay
+    capture.forget()
+    capture.record(double)()
+
+
+@pytest.mark.gpu
+def test_random_numbers_on_a_gpu_are_new_in_each_replay_and_those_of_the_seed():
+    x, y = torch.ones(1000, device="cuda"), torch.zeros(1000, device="cuda")
+
+    def drop():
+        y.copy_(dropout(x))
+
+    capture = CudaCapture(x.device)
+    capture.warm_up(drop)
+    replay = capture.record(drop)
+    draws = []
+    torch.cuda.manual_seed(0)
+    for _ in range(2):
+        replay()
+        draws.append(y.clone())
+    assert not torch.equal(*draws)
+    torch.cuda.manual_seed(0)
+    for expected in draws:
+        drop()
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.gpu
+def test_a_host_read_on_a_gpu_raises_and_leaves_the_device_usable():
+    x = torch.ones(4, device="cuda")
+    capture = CudaCapture(x.device)
+    with pytest.raises(RuntimeError):
+        capture.record(lambda: x.sum().item())
+    assert x.sum().item() == 4
+
+
+@pytest.mark.gpu
+def test_layers_in_graphs_on_a_gpu_build_their_halves_at_each_replay():
+    layer, x = TTLinear(12, 20, ranks=4).cuda().requires_grad_(False), torch.randn(4, 12, device="cuda")
+    outputs = [torch.zeros(4, 20, device="cuda") for _ in range(2)]
+    capture = CudaCapture(x.device)
+    replays = []
+    for output in outputs:
+        capture.warm_up(lambda: layer(x))
+        replays.append(capture.record(lambda output=output: output.copy_(layer(x))))
+    layer.core_0.data.mul_(2)
+    for output, replay in zip(outputs, replays, strict=True):
+        replay()
+        torch.testing.assert_close(output, torch.nn.functional.linear(x, layer.dense(), layer.bias))
