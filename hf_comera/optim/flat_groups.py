@@ -13,6 +13,9 @@ __all__ = ["FlatGroups", "Layout", "layout_of", "local_part"]
 SHORTEST_ROW = 8
 """Entries of a row that are worth scales of their own: 4 bytes an entry for both moments, where float32 takes 8."""
 
+LONGEST_LOOP = 64
+"""Entries that a vectorised loop takes at once, at most."""
+
 
 class Layout(NamedTuple):
     """How a tensor is cut into groups: within rows, so that neither sharding nor cutting along axis 0 splits one."""
@@ -60,37 +63,44 @@ class FlatGroups:
         layouts: Theirs, of one group size.
 
     Shape:
-        A list of tensors -> ``(groups of all, size)``; the padding is zero.
+        A list of tensors -> ``(groups of all, size)``; rows are filled up with zeros. Groups of ones follow, so that
+        no entry is behind the last full vector of a loop on a CPU, where functions round otherwise: what comes out for
+        a group does not depend on those beside it.
     """
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self.layouts = layouts
-        self._num_groups = [layout.num_groups for layout in layouts]
+        num_groups = [layout.num_groups for layout in layouts]
+        self._num_groups = [*num_groups, -sum(num_groups) % LONGEST_LOOP]
 
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
         """New memory, also of a single tensor."""
         pairs = zip(tensors, self.layouts, strict=True)
         rows = [(tensor.reshape(layout.num_rows, layout.length), layout.size) for tensor, layout in pairs]
-        return torch.cat([to_groups(row, size).flatten(0, 1) for row, size in rows])
+        return self._joined([to_groups(row, size).flatten(0, 1) for row, size in rows])
 
     def scatter(self, groups: Tensor, tensors: Sequence[Tensor]) -> None:
         """Write groups into the tensors that they are of, rounded to their dtype."""
         parts = []
-        for part, layout, tensor in zip(groups.split(self._num_groups), self.layouts, tensors, strict=True):
+        for part, layout, tensor in zip(groups.split(self._num_groups), self.layouts, tensors, strict=False):
             padded = part.reshape(layout.num_rows, layout.scales_shape[1] * layout.size)
             parts.append(padded[:, : layout.length].reshape(tensor.shape))
         torch._foreach_copy_(list(tensors), parts)
 
     def gather_scales(self, scales: Sequence[Tensor]) -> Tensor:
         """``(groups of all, 2)``."""
-        return torch.cat([scale.flatten(0, 1) for scale in scales])
+        return self._joined([scale.flatten(0, 1) for scale in scales])
 
     def scatter_scales(self, groups: Tensor, scales: Sequence[Tensor]) -> None:
         """Write ``(groups of all, 2)`` where it is from."""
-        parts = zip(groups.split(self._num_groups), scales, strict=True)
+        parts = zip(groups.split(self._num_groups), scales, strict=False)
         torch._foreach_copy_(list(scales), [part.view_as(scale) for part, scale in parts])
 
     def spread(self, of_tensors: Tensor) -> Tensor:
         """One number for each tensor, ``(T,)`` -> ``(groups of all, 1)``."""
-        parts = zip(of_tensors.unbind(), self._num_groups, strict=True)
-        return torch.cat([value.expand(number) for value, number in parts]).unsqueeze(1)
+        parts = zip(of_tensors.unbind(), self._num_groups, strict=False)
+        return self._joined([value.expand(number).unsqueeze(1) for value, number in parts])
+
+    def _joined(self, groups: list[Tensor]) -> Tensor:
+        """With ones as padding: neither a moment nor a divisor that is special."""
+        return torch.cat([*groups, groups[0].new_ones(self._num_groups[-1], groups[0].shape[1])])

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import AdamW
 
 from hf_comera import ComeraConfig, comera_param_groups, get_comera_model
@@ -207,6 +208,32 @@ def test_state_keeps_its_memory():
     before = [value.data_ptr() for state in optimizer.state.values() for value in state.values()]
     train(model, optimizer, 2)
     assert [value.data_ptr() for state in optimizer.state.values() for value in state.values()] == before
+
+
+def test_a_step_reads_nothing_from_the_device():
+    """Of tensors without values nothing can be read."""
+    with FakeTensorMode():
+        parameters = [nn.Parameter(torch.empty(shape)) for shape in ((8, 200), (3, 9), (5,))]
+        optimizer = CoatAdamW(parameters)
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("shape", [(33, 200), (20, 33), (7, 9)])
+def test_a_step_of_half_the_rows_is_half_the_step(shape):
+    """To the bit, so that sharding changes nothing."""
+    whole = nn.Parameter(torch.randn(shape))
+    halves = [nn.Parameter(part.clone()) for part in whole.detach().chunk(2)]
+    optimizers = [CoatAdamW([whole])] + [CoatAdamW([half]) for half in halves]
+    for _ in range(10):
+        whole.grad = torch.randn(shape)
+        for half, gradient in zip(halves, whole.grad.chunk(2), strict=True):
+            half.grad = gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(torch.cat(halves), whole)
 
 
 def test_transposed_and_empty_parameters():
