@@ -84,7 +84,7 @@ def encode(groups: Tensor, *, keep_positive: bool = False, expand: bool = True) 
         ``(..., size)`` -> codes ``(..., size)``, scales ``(..., 2)``
 
     Source:
-        COAT, arXiv:2410.19313, section 4.1: dynamic range expansion. Its centre and scale cancel,
+        COAT, arXiv:2410.19313, section 4: dynamic range expansion. Its centre and scale cancel,
         ``((|x| / c) ** k) / s = 448 * (|x| / largest) ** k`` for every centre c; so neither is stored.
     """
     magnitudes = groups.abs()

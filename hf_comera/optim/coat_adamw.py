@@ -47,7 +47,7 @@ class CoatAdamW(torch.optim.Optimizer):
             another axis than the first.
 
     Source:
-        COAT, arXiv:2410.19313, sections 3.1 and 4.1.
+        COAT, arXiv:2410.19313, section 4.
     """
 
     def __init__(
@@ -91,7 +91,15 @@ class CoatAdamW(torch.optim.Optimizer):
 
         Args:
             state_dict: What ``state_dict()`` returned.
+
+        Raises:
+            ValueError: If it is the state of an optimizer without these moments.
         """
+        for state in state_dict["state"].values():
+            if lacking := {"step", *MOMENTS} - state.keys():
+                raise ValueError(
+                    f"The state lacks {sorted(lacking)}; it has {sorted(state)}. Load one of CoatAdamW or AdamW."
+                )
         final: dict[str, Any] = {}
         hook = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded))
         try:
