@@ -88,14 +88,14 @@ def encode(groups: Tensor, *, keep_positive: bool = False, expand: bool = True) 
         ``((|x| / c) ** k) / s = 448 * (|x| / largest) ** k`` for every centre c; so neither is stored.
     """
     magnitudes = groups.abs()
-    magnitudes.masked_fill_(magnitudes == math.inf, math.nan)  # a cast to E4M3 saturates on some devices
-    finite = torch.where(magnitudes < math.inf, magnitudes, 0.0)
-    largest = finite.amax(-1, keepdim=True)
-    exponent = _exponent(finite, largest) if expand else torch.ones_like(largest)
-    logarithms = magnitudes.log2_().sub_(torch.where(largest > 0, largest, 1.0).log2())  # of zero: -inf
+    largest = magnitudes.nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True)
+    logarithms = magnitudes.log2_()  # of zero: -inf
+    exponent = _exponent(logarithms, largest) if expand else torch.ones_like(largest)
+    logarithms.sub_(torch.where(largest > 0, largest, 1.0).log2())
     scaled = logarithms.mul_(exponent).exp2_().mul_(_LARGEST)
+    scaled.nan_to_num_(math.nan, math.nan)  # infinity, which a cast to E4M3 makes the largest code on some devices
     if keep_positive:
-        scaled = torch.where(groups != 0, scaled.clamp_min(_SMALLEST), scaled)
+        scaled = scaled.clamp_min_(_SMALLEST).mul_(groups.sign())
     codes = scaled.copysign_(groups).to(_FORMAT).view(torch.uint8)
     return codes, torch.cat([largest, exponent.reciprocal()], -1)
 
@@ -112,7 +112,7 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
     return expanded.copysign_(signed)
 
 
-def _exponent(finite: Tensor, largest: Tensor) -> Tensor:
+def _exponent(logarithms: Tensor, largest: Tensor) -> Tensor:
     """What expands the range of each group to that of E4M3; the largest allowed where all entries are equal."""
-    smallest = torch.where(finite > 0, finite, math.inf).amin(-1, keepdim=True)
-    return (_BINARY_ORDERS / (largest.log2() - smallest.log2())).clamp(*_EXPONENTS)
+    smallest = logarithms.nan_to_num(math.inf, math.inf, math.inf).amin(-1, keepdim=True)
+    return (_BINARY_ORDERS / (largest.log2() - smallest)).clamp(*_EXPONENTS)
