@@ -17,7 +17,7 @@ from hf_comera.hub.cards import write_model_card
 from hf_comera.hub.model import is_comera_model, merge_and_unload
 from hf_comera.hub.push import push_to_hub
 from hf_comera.hub.quantizer import register
-from hf_comera.optim import TTMuon, comera_param_groups
+from hf_comera.optim import CoatAdamW, TTMuon, comera_param_groups
 from hf_comera.training import (
     ComeraCallback,
     ComeraTrainer,
@@ -33,6 +33,7 @@ register()
 __version__ = "0.1.0"
 
 __all__ = [
+    "CoatAdamW",
     "ComeraCallback",
     "ComeraConfig",
     "ComeraTrainer",

@@ -6,6 +6,7 @@ import pytest
 
 PUBLIC = {
     "hf_comera": {
+        "CoatAdamW",
         "ComeraCallback",
         "ComeraConfig",
         "ComeraTrainer",
@@ -51,7 +52,7 @@ PUBLIC = {
         "add_rank_gates",
         "fold_rank_gates",
     },
-    "hf_comera.optim": {"TTMuon", "comera_param_groups"},
+    "hf_comera.optim": {"CoatAdamW", "TTMuon", "comera_param_groups"},
 }
 
 

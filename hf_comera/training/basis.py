@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_comera.modules import TensorTrainModule
+from hf_comera.training.plain_state import plain_state, set_plain_state
 from hf_comera.tt.canonical import canonical_bases, to_basis
 
 __all__ = ["check_moments", "to_canonical_basis"]
@@ -50,10 +51,14 @@ def to_canonical_basis(layers: Mapping[str, TensorTrainModule], optimizer: torch
             moved = to_basis(folded, None if first else inverses[before], None if last else bases[behind])
             core.copy_(moved)
             back = None if last else inverses[behind].mT if gate is None else _reciprocal(gate) * inverses[behind].mT
-            _move_moments(optimizer.state.get(core, {}), core, None if first else bases[before].mT, back)
+            state = plain_state(optimizer, core)
+            _move_moments(state, core, None if first else bases[before].mT, back)
+            set_plain_state(optimizer, core, state)
         for gate in gates:
             gate.fill_(1)
-            _typical_moments(optimizer.state.get(gate, {}), gate)
+            state = plain_state(optimizer, gate)
+            _typical_moments(state, gate)
+            set_plain_state(optimizer, gate, state)
         spectra += singular_values
     return spectra
 
@@ -66,7 +71,7 @@ def check_moments(layers: Mapping[str, TensorTrainModule], optimizer: torch.opti
     """
     for name, layer in layers.items():
         for parameter in layer.train_parameters():
-            for key, value in optimizer.state.get(parameter, {}).items():
+            for key, value in plain_state(optimizer, parameter).items():
                 moves = key in _FIRST_MOMENTS | _SECOND_MOMENTS and value is not None
                 if isinstance(value, Tensor) and value.numel() > 1 and (not moves or value.shape != parameter.shape):
                     raise ValueError(

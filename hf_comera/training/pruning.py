@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_comera.modules import TensorTrainModule
+from hf_comera.training.plain_state import plain_state, set_plain_state
 from hf_comera.tt.gates import slice_core
 
 __all__ = ["cut_ranks", "drop_removed"]
@@ -23,7 +24,8 @@ def cut_ranks(
     """Keep only some ranks of each layer; a layer without any rank on a bond is removed (it becomes its bias).
 
     Cores and gates become new parameters. In the optimizer they take the place of the old ones, and every tensor of
-    the old one's state that has its shape is sliced as it is. Parameters of removed layers leave the optimizer.
+    the old one's state that has its shape is sliced as it is; quantised moments are decoded, sliced and encoded.
+    Parameters of removed layers leave the optimizer.
 
     Args:
         layers: Layers by name.
@@ -102,7 +104,7 @@ def _check_held(optimizer: torch.optim.Optimizer, slicers: Mapping[nn.Parameter,
             "Make the optimizer of the model as it is now, for example TTMuon(model)."
         )
     for parameter, (_, name, _) in slicers.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in plain_state(optimizer, parameter).items():
             if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
                 raise ValueError(
                     f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name} of shape "
@@ -116,11 +118,13 @@ def _replace(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parame
     for group in optimizer.param_groups:
         group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
     if old in optimizer.state:
-        state = optimizer.state.pop(old)
-        optimizer.state[new] = {
+        state = plain_state(optimizer, old)
+        del optimizer.state[old]
+        sliced = {
             key: slicer(value) if isinstance(value, Tensor) and value.shape == old.shape else value
             for key, value in state.items()
         }
         if "mean_norm" in state and new.numel() > 0:  # TTMuon's certainty is the ratio of both
-            norms = [part["momentum_buffer"].norm() for part in (optimizer.state[new], state)]
-            optimizer.state[new]["mean_norm"] = state["mean_norm"] * norms[0] / norms[1].clamp_min(1e-30)
+            norms = [part["momentum_buffer"].norm() for part in (sliced, state)]
+            sliced["mean_norm"] = state["mean_norm"] * norms[0] / norms[1].clamp_min(1e-30)
+        set_plain_state(optimizer, new, sliced)

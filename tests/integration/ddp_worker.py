@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_comera import ComeraConfig, TTMuon, comera_param_groups, get_comera_model
+from hf_comera import CoatAdamW, ComeraConfig, TTMuon, comera_param_groups, get_comera_model
 from tests.architectures import ARCHITECTURES
 
 STEPS, BATCH = 4, 4
 OPTIMIZERS = {
     "sgd": lambda model: torch.optim.SGD(comera_param_groups(model, lr=0.1, weight_decay=0.0)),
+    "coat": lambda model: CoatAdamW(comera_param_groups(model, lr=1e-3)),
     "tt_muon": lambda model: TTMuon(model, lr=1e-3),
 }
 

@@ -18,7 +18,7 @@ def run(optimizer, *launcher):
     return json.loads(next(line for line in result.stdout.splitlines() if line.startswith("RESULT"))[7:])
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "tt_muon"])
+@pytest.mark.parametrize("optimizer", ["sgd", "coat", "tt_muon"])
 def test_losses_and_weights_equal_those_of_one_process(optimizer):
     one = run(optimizer)
     two = run(optimizer, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")

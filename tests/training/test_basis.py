@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 
-from hf_comera import TTMuon, comera_param_groups
+from hf_comera import CoatAdamW, TTMuon, comera_param_groups
 from hf_comera.modules import TTLinear, TTMEmbedding
 from hf_comera.training.basis import to_canonical_basis
 
 OPTIMIZERS = {
     "sgd": lambda layer: torch.optim.SGD(layer.parameters(), lr=0.01, momentum=0.9),
     "adamw": lambda layer: torch.optim.AdamW(comera_param_groups(layer, 1e-2)),
+    "coat": lambda layer: CoatAdamW(comera_param_groups(layer, 1e-2)),
     "tt_muon": lambda layer: TTMuon(layer, 1e-2),
 }
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from hf_comera import TTMuon, comera_param_groups
+from hf_comera import CoatAdamW, TTMuon, comera_param_groups
 from hf_comera.modules import TTLinear, TTMEmbedding
 from hf_comera.training.pruning import cut_ranks, drop_removed
 
@@ -19,10 +19,14 @@ OPTIMIZERS = {
     "adamw-amsgrad": lambda model: AdamW(comera_param_groups(model, lr=1e-2), amsgrad=True),
     "adamw-named": lambda model: AdamW(model.named_parameters(), lr=1e-2),
     "sgd": lambda model: SGD(model.parameters(), lr=1e-2, momentum=0.9),
+    "coat": lambda model: CoatAdamW(comera_param_groups(model, lr=1e-2)),
     "tt-muon": lambda model: TTMuon(model, lr=1e-2),
 }
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-ELEMENTWISE = [name for name in OPTIMIZERS if name != "tt-muon"]  # a step of a rank does not depend on the others
+as_it_is = pytest.mark.parametrize("make", [make for name, make in OPTIMIZERS.items() if name != "coat"])
+ELEMENTWISE = [
+    name for name in OPTIMIZERS if name not in ("tt-muon", "coat")
+]  # a step of a rank does not depend on the others
 
 KEPT = {
     "0": [torch.tensor(i) for i in ([0, 2, 3], [1], [0, 1, 2, 4])],
@@ -84,7 +88,7 @@ def held(optimizer):
     return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
-@every_optimizer
+@as_it_is
 def test_parameters_gradients_and_state_are_sliced_exactly(make):
     model, optimizer = trained(make)
     ids = torch.arange(5)
@@ -189,7 +193,7 @@ def test_tt_muon_goes_on_without_any_core():
     assert model[0].bias.ne(0).all()
 
 
-@every_optimizer
+@as_it_is
 def test_bytes_of_the_state_shrink_with_the_model(make):
     model, optimizer = trained(make)
 

@@ -1,0 +1,284 @@
+"""``CoatAdamW``: AdamW whose moments are kept in E4M3, a good quarter of the bytes."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_comera.ops.fp8 import decode, encode
+from hf_comera.optim.flat_groups import FlatGroups, Layout, layout_of, local_part
+
+__all__ = ["CoatAdamW"]
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Piece(NamedTuple):
+    """A run of rows of a parameter, its gradient and its state, by their names, as far as this process holds them."""
+
+    layout: Layout
+    tensors: dict[str, Tensor]
+
+
+class CoatAdamW(torch.optim.Optimizer):
+    """AdamW with both moments in E4M3, in groups whose dynamic range is expanded: 2.13 bytes a parameter, not 8.
+
+    The rule is that of ``torch.optim.AdamW``, in float32 (float64 for parameters in that) whatever the dtype of the
+    parameters; a step uses the new moments as they are before they are rounded. Groups of 128 entries lie within what
+    belongs to one index of a parameter's first axis, so sharding along it (FSDP2) changes nothing. Rows of n < 128
+    entries cost ``2 + 16 / n`` bytes a parameter. Vectors (biases, norms, gates) and matrices with rows under 8
+    entries keep float32 moments.
+
+    Nothing is read from the device, and state keeps its memory, so a step can be captured in a CUDA graph; a learning
+    rate that changes between replays has to be a tensor.
+
+    Args:
+        params: Parameters or groups, for example ``comera_param_groups(model, lr=1e-3)``.
+        lr: Learning rate, a number or a tensor of one entry.
+        betas: Decay of the first and of the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay.
+
+    Raises:
+        ValueError: If a setting is out of range, a gradient is sparse, or a parameter is complex or sharded along
+            another axis than the first.
+
+    Source:
+        COAT, arXiv:2410.19313, section 4.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take more parameters, with settings of their own."""
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: Evaluates the model and returns the loss, as for other optimizers; optional.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for batch in _batches(self._pieces(group["params"])):
+                self._step_together(batch, group)
+        return loss
+
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state as it was saved; float moments, as those of ``torch.optim.AdamW``, are quantised.
+
+        Args:
+            state_dict: What ``state_dict()`` returned.
+
+        Raises:
+            ValueError: If it is the state of an optimizer without these moments.
+        """
+        for state in state_dict["state"].values():
+            if lacking := {"step", *MOMENTS} - state.keys():
+                raise ValueError(
+                    f"The state lacks {sorted(lacking)}; it has {sorted(state)}. Load one of CoatAdamW or AdamW."
+                )
+        final: dict[str, Any] = {}
+        hook = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        saved = chain.from_iterable(group["params"] for group in final["param_groups"])
+        held = chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, parameter in zip(saved, held, strict=True):
+            exact = {  # torch casts all state to the dtype of the parameter
+                key: value.to(device=parameter.device, copy=True) if isinstance(value, Tensor) else value
+                for key, value in final["state"].get(index, {}).items()
+            }
+            if exact:
+                self.set_plain_state(parameter, exact)
+
+    def plain_state(self, parameter: Tensor) -> dict[str, Any]:
+        """The state of a parameter with moments in its shape, in float32; a copy, empty before the first step."""
+        state = dict(self.state.get(parameter, {}))
+        if f"{MOMENTS[0]}_scales" in state:
+            flat = FlatGroups([layout_of(local_part(parameter).shape)])
+            for key in MOMENTS:
+                plain = torch.zeros_like(local_part(state[key]), dtype=torch.float32)
+                flat.scatter(_load(flat, key, [state]), [plain])
+                state[key] = _as_shards(plain, parameter, parameter.shape)
+                del state[f"{key}_scales"]
+        return state
+
+    def set_plain_state(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Make this the state of a parameter; moments that are not quantised yet are.
+
+        Args:
+            parameter: It need not be held by the optimizer yet.
+            state: As :meth:`plain_state` returns it, or as it is kept.
+        """
+        new, layout = dict(state), layout_of(local_part(parameter).shape)
+        for key in MOMENTS:
+            if layout.is_quantised and f"{key}_scales" not in new:
+                new |= _empty_moment(key, parameter, layout)
+                _store(FlatGroups([layout]), key, FlatGroups([layout]).gather([local_part(state[key]).float()]), [new])
+            elif not layout.is_quantised:
+                new[key] = new[key].to(torch.promote_types(parameter.dtype, torch.float32))
+        new["step"] = torch.as_tensor(new["step"], dtype=torch.float32, device=parameter.device)
+        self.state[parameter] = new
+
+    def _pieces(self, parameters: list[Tensor]) -> Iterator[Piece]:
+        """Runs of rows of all parameters with a gradient; their steps are counted."""
+        moving = [parameter for parameter in parameters if parameter.grad is not None]
+        for parameter in moving:
+            if not self.state[parameter]:
+                self.state[parameter] = _new_state(parameter, layout_of(local_part(parameter).shape))
+        if moving:
+            torch._foreach_add_([self.state[parameter]["step"] for parameter in moving], 1)
+        for parameter in moving:
+            kept = {"value": parameter.detach(), "gradient": _dense_gradient(parameter), **self.state[parameter]}
+            local = {key: local_part(kept[key]) for key in kept}
+            yield from _cut(local, layout_of(local["value"].shape), entries_at_once(local["value"].device))
+
+    def _step_together(self, pieces: list[Piece], group: dict[str, Any]) -> None:
+        """AdamW's rule on one matrix of groups."""
+        flat, tensors = FlatGroups([piece.layout for piece in pieces]), [piece.tensors for piece in pieces]
+        values = [each["value"] for each in tensors]
+        exact = torch.promote_types(values[0].dtype, torch.float32)
+        steps = torch.stack([each["step"] for each in tensors])
+        corrections = [flat.spread(_correction(steps, beta)) for beta in group["betas"]]
+        gradients = flat.gather([each["gradient"] for each in tensors]).to(exact)
+        first, second = (_load(flat, key, tensors).to(exact) for key in MOMENTS)
+        beta_1, beta_2 = group["betas"]
+        first.lerp_(gradients, 1 - beta_1)
+        second.mul_(beta_2).addcmul_(gradients, gradients, value=1 - beta_2)
+        for key, moment in zip(MOMENTS, (first, second), strict=True):
+            _store(flat, key, moment, tensors)
+        denominators = second.sqrt_().div_(corrections[1].sqrt()).add_(group["eps"]).mul_(corrections[0])
+        new = flat.gather(values).to(exact).mul_(1 - group["lr"] * group["weight_decay"])
+        flat.scatter(new.sub_(first.div_(denominators).mul_(group["lr"])), values)
+
+
+def entries_at_once(device: torch.device) -> int:
+    """How many entries are processed together: as few as the cost of calls allows, on a CPU as caches hold."""
+    return 2**18 if device.type == "cpu" else 2**22
+
+
+def _cut(tensors: dict[str, Tensor], layout: Layout, num_entries: int) -> Iterator[Piece]:
+    """One parameter in runs of rows of about ``num_entries`` entries; what is not quantised as a whole."""
+    num_rows = max(num_entries // layout.length, 1) if layout.is_quantised else max(layout.num_rows, 1)
+    for start in range(0, layout.num_rows, num_rows):
+        part = layout._replace(num_rows=min(num_rows, layout.num_rows - start))
+        if part.num_rows == layout.num_rows:
+            yield Piece(layout, tensors)
+        else:
+            rows = {key: value.narrow(0, start, part.num_rows) for key, value in tensors.items() if key != "step"}
+            yield Piece(part, {"step": tensors["step"], **rows})
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces that are stepped together: of equal dtypes, device and group size, and not too many at once."""
+    batches: dict[Any, tuple[list[Piece], int]] = {}
+    for piece in pieces:
+        value, layout = piece.tensors["value"], piece.layout
+        key = (value.dtype, value.device, piece.tensors["gradient"].dtype, layout.size, layout.is_quantised)
+        batch, num_entries = batches.pop(key, ([], 0))
+        num_new = layout.num_groups * layout.size
+        if batch and num_entries + num_new > entries_at_once(value.device):
+            yield batch
+            batch, num_entries = [], 0
+        batches[key] = ([*batch, piece], num_entries + num_new)
+    yield from (batch for batch, _ in batches.values())
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    rate, (beta_1, beta_2) = group["lr"], group["betas"]
+    if not isinstance(rate, Tensor) and not rate >= 0:
+        raise ValueError(f"lr={rate} must not be negative, for example lr=0.001.")
+    for name, beta in (("betas[0]", beta_1), ("betas[1]", beta_2)):
+        if not 0 <= beta < 1:
+            raise ValueError(f"{name}={beta} must be at least 0 and less than 1, for example 0.9.")
+    for name in ("eps", "weight_decay"):
+        if not group[name] >= 0:
+            raise ValueError(f"{name}={group[name]} must not be negative, for example {name}=1e-8.")
+    for parameter in group["params"]:
+        if parameter.is_complex():
+            raise ValueError(f"A parameter is {parameter.dtype}; moments are kept in E4M3, which is real. Use AdamW.")
+        if any(placement.is_shard() and placement.dim != 0 for placement in getattr(parameter, "placements", ())):
+            raise ValueError(
+                f"A parameter is sharded as {parameter.placements}, which may cut groups of its moments. Shard it "
+                "along axis 0, the default of fully_shard."
+            )
+
+
+def _dense_gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad.is_sparse:
+        raise ValueError("A gradient is sparse, and moments are not. Make the embedding with sparse=False.")
+    return parameter.grad
+
+
+def _correction(steps: Tensor, beta: float) -> Tensor:
+    """``1 - beta ** steps`` without the cancellation."""
+    return torch.expm1(steps * (math.log(beta) if beta else -math.inf)).neg()
+
+
+def _as_shards(local: Tensor, parameter: Tensor, shape: Iterable[int]) -> Tensor:
+    """``local`` as this process's part of a tensor that is sharded as ``parameter`` is."""
+    if not hasattr(parameter, "to_local"):
+        return local
+    shape = torch.Size(shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return type(parameter.data).from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def _empty_moment(key: str, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """A moment of zero."""
+    local = local_part(parameter)
+    dtype = torch.uint8 if layout.is_quantised else torch.promote_types(parameter.dtype, torch.float32)
+    moment = {key: _as_shards(local.new_zeros(local.shape, dtype=dtype), parameter, parameter.shape)}
+    if layout.is_quantised:
+        scales = local.new_ones(layout.scales_shape, dtype=torch.float32)
+        scales_shape = (parameter.shape[0], *layout.scales_shape[1:])
+        moment[f"{key}_scales"] = _as_shards(scales, parameter, scales_shape)
+    return moment
+
+
+def _new_state(parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step} | _empty_moment(MOMENTS[0], parameter, layout) | _empty_moment(MOMENTS[1], parameter, layout)
+
+
+def _load(flat: FlatGroups, key: str, states: list[dict[str, Any]]) -> Tensor:
+    """A moment of some parameters as groups."""
+    kept = flat.gather([local_part(state[key]) for state in states])
+    if not flat.layouts[0].is_quantised:
+        return kept
+    return decode(kept, flat.gather_scales([local_part(state[f"{key}_scales"]) for state in states]))
+
+
+def _store(flat: FlatGroups, key: str, groups: Tensor, states: list[dict[str, Any]]) -> None:
+    """Keep groups as a moment of some parameters."""
+    if flat.layouts[0].is_quantised:
+        groups, scales = encode(groups.float(), keep_positive=key == MOMENTS[1])
+        flat.scatter_scales(scales, [local_part(state[f"{key}_scales"]) for state in states])
+    flat.scatter(groups, [local_part(state[key]) for state in states])

@@ -1,0 +1,106 @@
+"""``FlatGroups``: tensors of different shapes as one matrix of groups, and back; what an 8-bit optimizer works on."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_comera.ops.fp8 import GROUP_SIZE, to_groups
+
+__all__ = ["FlatGroups", "Layout", "layout_of", "local_part"]
+
+SHORTEST_ROW = 8
+"""Entries of a row that are worth scales of their own: 4 bytes an entry for both moments, where float32 takes 8."""
+
+LONGEST_LOOP = 64
+"""Entries that a vectorised loop takes at once, at most."""
+
+
+class Layout(NamedTuple):
+    """How a tensor is cut into groups: within rows, so that neither sharding nor cutting along axis 0 splits one."""
+
+    num_rows: int
+    length: int
+    """Entries of a row."""
+    size: int
+    """Entries of a group; the last one of a row is filled up."""
+    is_quantised: bool
+
+    @property
+    def num_groups(self) -> int:
+        """Of all rows."""
+        return self.num_rows * -(-self.length // self.size)
+
+    @property
+    def scales_shape(self) -> tuple[int, int, int]:
+        """Of the scales: rows, groups of a row, and two."""
+        return self.num_rows, -(-self.length // self.size), 2
+
+
+def layout_of(shape: torch.Size) -> Layout:
+    """The layout of a parameter, by its shape alone.
+
+    A row is what belongs to one index of axis 0. Vectors (biases, norms, gates) and matrices of very short rows are
+    not quantised: they are small, and scales would take more than they save.
+    """
+    num_rows = shape[0] if len(shape) else 1
+    length = shape[1:].numel()
+    if len(shape) < 2 or length < SHORTEST_ROW:
+        return Layout(shape.numel(), 1, 1, False)
+    return Layout(num_rows, length, min(length, GROUP_SIZE), True)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class FlatGroups:
+    """Some tensors that are processed as one.
+
+    Args:
+        layouts: Theirs, of one group size.
+
+    Shape:
+        A list of tensors -> ``(groups of all, size)``; rows are filled up with zeros. Groups of ones follow, so that
+        no entry is behind the last full vector of a loop on a CPU, where functions round otherwise: what comes out for
+        a group does not depend on those beside it.
+    """
+
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        self.layouts = layouts
+        num_groups = [layout.num_groups for layout in layouts]
+        self._num_groups = [*num_groups, -sum(num_groups) % LONGEST_LOOP]
+
+    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
+        """New memory, also of a single tensor."""
+        pairs = zip(tensors, self.layouts, strict=True)
+        rows = [(tensor.reshape(layout.num_rows, layout.length), layout.size) for tensor, layout in pairs]
+        return self._joined([to_groups(row, size).flatten(0, 1) for row, size in rows])
+
+    def scatter(self, groups: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Write groups into the tensors that they are of, rounded to their dtype."""
+        parts = []
+        for part, layout, tensor in zip(groups.split(self._num_groups), self.layouts, tensors, strict=False):
+            padded = part.reshape(layout.num_rows, layout.scales_shape[1] * layout.size)
+            parts.append(padded[:, : layout.length].reshape(tensor.shape))
+        torch._foreach_copy_(list(tensors), parts)
+
+    def gather_scales(self, scales: Sequence[Tensor]) -> Tensor:
+        """``(groups of all, 2)``."""
+        return self._joined([scale.flatten(0, 1) for scale in scales])
+
+    def scatter_scales(self, groups: Tensor, scales: Sequence[Tensor]) -> None:
+        """Write ``(groups of all, 2)`` where it is from."""
+        parts = zip(groups.split(self._num_groups), scales, strict=False)
+        torch._foreach_copy_(list(scales), [part.view_as(scale) for part, scale in parts])
+
+    def spread(self, of_tensors: Tensor) -> Tensor:
+        """One number for each tensor, ``(T,)`` -> ``(groups of all, 1)``."""
+        parts = zip(of_tensors.unbind(), self._num_groups, strict=False)
+        return self._joined([value.expand(number).unsqueeze(1) for value, number in parts])
+
+    def _joined(self, groups: list[Tensor]) -> Tensor:
+        """With ones as padding: neither a moment nor a divisor that is special."""
+        return torch.cat([*groups, groups[0].new_ones(self._num_groups[-1], groups[0].shape[1])])

@@ -1,0 +1,70 @@
+"""One process of a sharded run with CoatAdamW: saves its state as sharded and whole, and goes on from a saved one.
+
+Started by ``torchrun``, with any number of processes, from tests/integration/test_sharded_moments.py.
+"""
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from hf_comera import CoatAdamW
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+STEPS = 3
+
+
+def new_model():
+    """Rows of 200 and 20 entries, an odd number of rows, and one row for two processes."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(200, 33), nn.GELU(), nn.Linear(33, 20), nn.GELU(), nn.Linear(20, 1))
+
+
+def train(model, optimizer, start):
+    """The same whole batch in every process, so that all gradients are those of one process."""
+    for step in range(start, start + STEPS):
+        inputs = torch.randn(8, 200, generator=torch.Generator().manual_seed(step))
+        (model(inputs) - inputs[:, :1].sin()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def main():
+    """Train, or load and train; then save."""
+    target, source = Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None
+    dist.init_process_group("gloo")
+    model = fully_shard(new_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = CoatAdamW(model.parameters(), lr=1e-2)
+    if source is not None:
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=source / "sharded")
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    else:
+        train(model, optimizer, 0)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=target / "sharded")
+    whole = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=WHOLE))
+    train(model, optimizer, STEPS)
+    after = get_model_state_dict(model, options=WHOLE)
+    if dist.get_rank() == 0:
+        torch.save({"optimizer": whole, "after": after}, target / "whole.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

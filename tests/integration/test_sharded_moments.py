@@ -1,0 +1,59 @@
+"""CoatAdamW under FSDP2 with gloo: one state, whatever the number of processes that trained, saved or loaded it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from hf_comera import CoatAdamW
+from tests.integration.fsdp_worker import STEPS, new_model, train
+
+ROOT = Path(__file__).parents[2]
+WORKER = "tests.integration.fsdp_worker"
+
+
+def run(target, num_processes, source=None):
+    target.mkdir()
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    program = [sys.executable, *launcher, "-m", WORKER, str(target), *([] if source is None else [str(source)])]
+    result = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    assert result.returncode == 0, result.stderr
+    return torch.load(target / "whole.pt", weights_only=True)
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    return all(same(one[k], other[k]) if isinstance(one[k], dict) else torch.equal(one[k], other[k]) for k in one)
+
+
+@pytest.fixture(scope="module")
+def unsharded():
+    model = new_model()
+    optimizer = CoatAdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 0)
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    state = {name: {key: value.clone() for key, value in of_name.items()} for name, of_name in state.items()}
+    train(model, optimizer, STEPS)
+    return state, model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two") / "run"
+    return folder, run(folder, 2)
+
+
+def test_two_processes_have_the_state_of_one(of_two, unsharded):
+    assert same(of_two[1]["optimizer"]["state"], unsharded[0])
+    assert same(of_two[1]["after"], unsharded[1])
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_what_two_saved_any_number_loads(of_two, num_processes, tmp_path):
+    folder, expected = of_two
+    found = run(tmp_path / "again", num_processes, source=folder)
+    assert same(found["optimizer"]["state"], expected["optimizer"]["state"])
+    assert same(found["after"], expected["after"])

@@ -1,0 +1,109 @@
+"""hf_comera/optim/coat_adamw.py: what it keeps, how many bytes that is, and that it is saved and loaded to the bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from hf_comera.optim import coat_adamw
+from hf_comera.optim.coat_adamw import CoatAdamW
+from tests.optim.test_coat_adamw import network, train
+
+BYTES = {
+    "matrix": ((64, 768), 2.13),
+    "matrix-of-uneven-rows": ((64, 1000), 2.13),
+    "core": ((32, 8, 32), 2.13),
+    "last-core": ((32, 12, 1), 3.34),
+    "vector": ((768,), 8.0),
+}
+
+
+@pytest.mark.parametrize(("shape", "most"), BYTES.values(), ids=BYTES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_of_state(shape, most, dtype):
+    parameter = nn.Parameter(torch.randn(shape, dtype=dtype))
+    optimizer = CoatAdamW([parameter])
+    parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    assert sum(value.nbytes for value in optimizer.state[parameter].values() if value.ndim) <= most * parameter.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_resuming_is_bit_exact(dtype, tmp_path):
+    """Half precision too, although torch casts what it loads to the dtype of the parameter."""
+    model = network(dtype)
+    optimizer = CoatAdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer, 3)
+    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "half.pt")
+    train(model, optimizer, 3, start=3)
+    resumed = network(dtype)
+    again = CoatAdamW(resumed.parameters(), lr=1e-3)
+    saved = torch.load(tmp_path / "half.pt", weights_only=True)
+    resumed.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    for loaded, kept in zip(again.state_dict()["state"].values(), saved[1]["state"].values(), strict=True):
+        assert loaded.keys() == kept.keys()
+        assert all(value.dtype == kept[key].dtype and torch.equal(value, kept[key]) for key, value in loaded.items())
+    train(resumed, again, 3, start=3)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), resumed.parameters(), strict=True))
+
+
+def test_loading_copies():
+    model = network()
+    optimizer = CoatAdamW(model.parameters())
+    train(model, optimizer, 1)
+    saved = optimizer.state_dict()
+    before = copy.deepcopy(saved)
+    other = network()
+    again = CoatAdamW(other.parameters())
+    again.load_state_dict(saved)
+    train(other, again, 1)
+    for kept, expected in zip(saved["state"].values(), before["state"].values(), strict=True):
+        assert all(torch.equal(kept[key], value) for key, value in expected.items())
+
+
+def test_states_of_adamw_load():
+    model = network()
+    theirs = AdamW(model.parameters())
+    train(model, theirs, 5)
+    ours = CoatAdamW(model.parameters())
+    ours.load_state_dict(theirs.state_dict())
+    for parameter in model.parameters():
+        plain = ours.plain_state(parameter)
+        assert plain["step"] == 5
+        for key in coat_adamw.MOMENTS:
+            expected = theirs.state[parameter][key]
+            assert (plain[key] - expected).norm() <= 0.05 * expected.norm()
+    train(model, ours, 1)
+
+
+def test_other_states_are_refused():
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), momentum=0.9)
+    train(model, sgd, 1)
+    with pytest.raises(ValueError, match=r"lacks \['exp_avg', 'exp_avg_sq', 'step'\]; it has \['momentum_buffer'\]"):
+        CoatAdamW(model.parameters()).load_state_dict(sgd.state_dict())
+
+
+def test_distributed_checkpoints_round_trip():
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model, other = network(), network()
+    optimizer, fresh = CoatAdamW(model.parameters()), CoatAdamW(other.parameters())
+    train(model, optimizer, 2)
+    set_optimizer_state_dict(other, fresh, get_optimizer_state_dict(model, optimizer))
+    for parameter, copied in zip(model.parameters(), other.parameters(), strict=True):
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(value, fresh.state[copied][key])
+
+
+def test_state_keeps_its_memory():
+    """So that a captured step finds it."""
+    model = network()
+    optimizer = CoatAdamW(model.parameters())
+    train(model, optimizer, 1)
+    before = [value.data_ptr() for state in optimizer.state.values() for value in state.values()]
+    train(model, optimizer, 2)
+    assert [value.data_ptr() for state in optimizer.state.values() for value in state.values()] == before
