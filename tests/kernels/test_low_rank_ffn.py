@@ -40,7 +40,7 @@ def operands(shape, dtype, device):
 
 
 def in_steps(matmul, shape, x, left_in, right_in, left_out, right_out, bias_in, bias_out):
-    rank_act = (lambda code: code) if shape[-1] is None else RANK_ACTIVATIONS[shape[-1]].function
+    rank_act = (lambda code: code) if shape[-1] is None else RANK_ACTIVATIONS[shape[-1]]
     code_in = matmul(x, left_in.T)
     hidden = matmul(rank_act(code_in), right_in) + (0 if bias_in is None else bias_in)
     code_out = matmul(TORCH_ACTIVATIONS[shape[6]](hidden), left_out.T)

@@ -23,7 +23,7 @@ SHAPES = [
 
 
 def activated(name, code):
-    return code if name is None else RANK_ACTIVATIONS[name].function(code)
+    return code if name is None else RANK_ACTIVATIONS[name](code)
 
 
 def operands(shape, dtype, device):

@@ -37,8 +37,9 @@ def gradients(matmul, activation, grad_y, grad_code, x, code, left, right):
     """dx, dleft, dright, dbias in the dtype of the operands."""
     hidden, dcode = code, matmul(grad_y, right.T)
     if activation is not None:
-        hidden = RANK_ACTIVATIONS[activation].function(code)
-        dcode = RANK_ACTIVATIONS[activation].backward(dcode, code)
+        leaf = code.detach().requires_grad_()
+        result = RANK_ACTIVATIONS[activation](leaf)
+        hidden, (dcode,) = result.detach(), torch.autograd.grad(result, leaf, dcode)
     if grad_code is not None:
         dcode = dcode + grad_code
     return matmul(dcode, left), matmul(dcode.T, x), matmul(hidden.T, grad_y), grad_y.sum(0)
