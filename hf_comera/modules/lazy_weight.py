@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_map
 if TYPE_CHECKING:
     from hf_comera.modules.base import TensorTrainModule
 
-__all__ = ["LazyWeight", "lazy_weight"]
+__all__ = ["FREE_QUESTIONS", "LazyWeight", "lazy_weight"]
 
 _FREE_PROPERTIES = ("dtype", "device", "shape", "layout", "ndim", "is_cuda", "is_meta", "is_cpu", "is_quantized")
 _FREE_METHODS = ("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "nelement")
-_FREE = {getattr(Tensor, name).__get__ for name in _FREE_PROPERTIES} | {
+FREE_QUESTIONS = {getattr(Tensor, name).__get__ for name in _FREE_PROPERTIES} | {
     getattr(Tensor, name) for name in _FREE_METHODS
 }
 
@@ -52,7 +52,7 @@ class LazyWeight(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer questions about the tensor; hand anything else the dense matrix."""
         kwargs = kwargs or {}
-        if func in _FREE:
+        if func in FREE_QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func == Tensor.requires_grad.__get__:  # a new wrapper at each access: never identical

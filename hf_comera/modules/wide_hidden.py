@@ -17,17 +17,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
+from hf_comera.modules.lazy_weight import FREE_QUESTIONS
 from hf_comera.ops.gradients import gradients_of
 from hf_comera.ops.tt_linear import from_code
 from hf_comera.ops.wide_code import CHUNK_ENTRIES, WideInput, wide_code
 
 __all__ = ["WideHidden", "is_wide_enough", "pays"]
 
-_FREE_PROPERTIES = ("dtype", "device", "shape", "layout", "ndim", "is_cuda", "is_meta", "is_cpu", "requires_grad")
-_FREE_METHODS = ("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "nelement")
-_FREE = {getattr(Tensor, name).__get__ for name in _FREE_PROPERTIES} | {
-    getattr(Tensor, name) for name in _FREE_METHODS
-}
+_FREE = FREE_QUESTIONS | {Tensor.requires_grad.__get__}
 _POINTWISE_NAMES = (
     *("add", "sub", "mul", "div", "neg", "square", "pow", "exp", "tanh", "sigmoid", "erf", "relu", "clamp"),
     *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__neg__", "__pow__"),

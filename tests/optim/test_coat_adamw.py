@@ -208,6 +208,12 @@ def test_faults_are_named(settings, message):
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_rate_that_no_group_uses_is_refused_too():
+    groups = [{"params": [nn.Parameter(torch.zeros(3))], "lr": 1e-3}]
+    with pytest.raises(ValueError, match=r"lr=-1 must not be negative, for example lr=0\.001"):
+        CoatAdamW(groups, lr=-1)
+
+
 def test_sparse_gradients_and_complex_parameters_are_refused():
     with pytest.raises(ValueError, match="which is real"):
         CoatAdamW([nn.Parameter(torch.ones(3, dtype=torch.complex64))])
