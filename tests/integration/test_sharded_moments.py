@@ -9,16 +9,16 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from hf_comera import CoatAdamW
-from tests.integration.fsdp_worker import STEPS, new_model, train
+from tests.integration.fsdp_worker import MODELS, STEPS, train
 
 ROOT = Path(__file__).parents[2]
 WORKER = "tests.integration.fsdp_worker"
 
 
-def run(target, num_processes, source=None):
+def run(kind, target, num_processes, source=None):
     target.mkdir()
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-    program = [sys.executable, *launcher, "-m", WORKER, str(target), *([] if source is None else [str(source)])]
+    program = [sys.executable, *launcher, "-m", WORKER, kind, str(target), *([] if source is None else [str(source)])]
     result = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=240)
     assert result.returncode == 0, result.stderr
     return torch.load(target / "whole.pt", weights_only=True)
@@ -29,9 +29,14 @@ def same(one, other):
     return all(same(one[k], other[k]) if isinstance(one[k], dict) else torch.equal(one[k], other[k]) for k in one)
 
 
+@pytest.fixture(scope="module", params=MODELS)
+def kind(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def unsharded():
-    model = new_model()
+def unsharded(kind):
+    model = MODELS[kind]()
     optimizer = CoatAdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, 0)
     state = get_optimizer_state_dict(model, optimizer)["state"]
@@ -41,9 +46,9 @@ def unsharded():
 
 
 @pytest.fixture(scope="module")
-def of_two(tmp_path_factory):
+def of_two(kind, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two") / "run"
-    return folder, run(folder, 2)
+    return folder, run(kind, folder, 2)
 
 
 def test_two_processes_have_the_state_of_one(of_two, unsharded):
@@ -52,8 +57,8 @@ def test_two_processes_have_the_state_of_one(of_two, unsharded):
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_what_two_saved_any_number_loads(of_two, num_processes, tmp_path):
+def test_what_two_saved_any_number_loads(kind, of_two, num_processes, tmp_path):
     folder, expected = of_two
-    found = run(tmp_path / "again", num_processes, source=folder)
+    found = run(kind, tmp_path / "again", num_processes, source=folder)
     assert same(found["optimizer"]["state"], expected["optimizer"]["state"])
     assert same(found["after"], expected["after"])
