@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_comera.ops.coat_kernels import coat_adamw_step
+from hf_comera.optim.coat_pieces import Piece, batches, split_for_kernel
 from hf_comera.optim.coat_state import (
     MOMENTS,
     gathered,
@@ -20,16 +22,9 @@ from hf_comera.optim.coat_state import (
     quantised_moment,
     store_moment,
 )
-from hf_comera.optim.flat_groups import FlatGroups, Layout, local_part
+from hf_comera.optim.flat_groups import FlatGroups, local_part
 
 __all__ = ["CoatAdamW"]
-
-
-class Piece(NamedTuple):
-    """A run of rows of a parameter, its gradient and its state, by their names, as far as this process holds them."""
-
-    layout: Layout
-    tensors: dict[str, Tensor]
 
 
 class CoatAdamW(torch.optim.Optimizer):
@@ -40,6 +35,8 @@ class CoatAdamW(torch.optim.Optimizer):
     belongs to one index of a parameter's first axis, so sharding along it (FSDP2) changes nothing. Small parameters
     whose rows are too short for that (biases, norms, gates, some cores) are cut into groups as a whole; where they are
     sharded, every process keeps their state, and gathers their gradients. Below 8 entries moments stay in float32.
+
+    On a GPU a kernel does the whole step where kernels are switched on (``hf_comera.ops.use_kernels()``).
 
     Nothing is read from the device, and state keeps its memory, so a step can be captured in a CUDA graph; a learning
     rate that changes between replays has to be a tensor.
@@ -94,7 +91,9 @@ class CoatAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             moving = self._counted(group["params"])
             whole = {each: gathered(each) for each in moving if is_spread(each, layout_of_state(each))}
-            for batch in _batches(self._pieces(moving, whole)):
+            for_kernel, others = split_for_kernel(self._pieces(moving, whole))
+            coat_adamw_step(for_kernel, **{key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
+            for batch in batches(others):
                 _step_together(batch, group)
             for parameter, (value, _) in whole.items():
                 keep_own_rows(parameter, value)
@@ -167,12 +166,11 @@ class CoatAdamW(torch.optim.Optimizer):
         return moving
 
     def _pieces(self, moving: list[Tensor], whole: dict[Tensor, tuple[Tensor, Tensor]]) -> Iterator[Piece]:
-        """Runs of rows of all parameters."""
+        """All parameters that move, as far as this process holds them or has gathered them."""
         for parameter in moving:
             value, gradient = whole.get(parameter) or (parameter.detach(), parameter.grad)
             kept = {"value": value, "gradient": gradient, **self.state[parameter]}
-            local = {key: local_part(kept[key]) for key in kept}
-            yield from _cut(local, layout_of_state(parameter), entries_at_once(local["value"].device))
+            yield Piece(layout_of_state(parameter), {key: local_part(kept[key]) for key in kept})
 
 
 def _step_together(pieces: list[Piece], group: dict[str, Any]) -> None:
@@ -192,38 +190,6 @@ def _step_together(pieces: list[Piece], group: dict[str, Any]) -> None:
     denominators = second.sqrt_().div_(corrections[1].sqrt_()).add_(group["eps"]).mul_(corrections[0])
     new = flat.gather(values).to(exact).mul_(1 - group["lr"] * group["weight_decay"])
     flat.scatter(new.sub_(first.div_(denominators).mul_(group["lr"])), values)
-
-
-def entries_at_once(device: torch.device) -> int:
-    """How many entries are processed together: as few as the cost of calls allows, on a CPU as caches hold."""
-    return 2**18 if device.type == "cpu" else 2**22
-
-
-def _cut(tensors: dict[str, Tensor], layout: Layout, num_entries: int) -> Iterator[Piece]:
-    """One parameter in runs of rows of about ``num_entries`` entries; what is not quantised as a whole."""
-    num_rows = max(num_entries // layout.length, 1) if layout.is_quantised else max(layout.num_rows, 1)
-    for start in range(0, layout.num_rows, num_rows):
-        part = layout._replace(num_rows=min(num_rows, layout.num_rows - start))
-        if part.num_rows == layout.num_rows:
-            yield Piece(layout, tensors)
-        else:
-            rows = {key: value.narrow(0, start, part.num_rows) for key, value in tensors.items() if key != "step"}
-            yield Piece(part, {"step": tensors["step"], **rows})
-
-
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces that are stepped together: of equal dtypes, device and group size, and not too many at once."""
-    batches: dict[Any, tuple[list[Piece], int]] = {}
-    for piece in pieces:
-        value, layout = piece.tensors["value"], piece.layout
-        key = (value.dtype, value.device, piece.tensors["gradient"].dtype, layout.size, layout.is_quantised)
-        batch, num_entries = batches.pop(key, ([], 0))
-        num_new = layout.num_groups * layout.size
-        if batch and num_entries + num_new > entries_at_once(value.device):
-            yield batch
-            batch, num_entries = [], 0
-        batches[key] = ([*batch, piece], num_entries + num_new)
-    yield from (batch for batch, _ in batches.values())
 
 
 def _check_group(group: dict[str, Any]) -> None:
