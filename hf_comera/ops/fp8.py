@@ -94,22 +94,29 @@ def encode(groups: Tensor, *, keep_positive: bool = False, expand: bool = True) 
     logarithms.sub_(torch.where(largest > 0, largest, 1.0).log2())
     scaled = logarithms.mul_(exponent).exp2_().mul_(_LARGEST)
     scaled.nan_to_num_(math.nan, math.nan)  # infinity, which a cast to E4M3 makes the largest code on some devices
-    if keep_positive:
-        scaled = scaled.clamp_min_(_SMALLEST).mul_(groups.sign())
-    codes = scaled.copysign_(groups).to(_FORMAT).view(torch.uint8)
+    signed = scaled.clamp_min_(_SMALLEST).mul_(groups.sign()) if keep_positive else scaled.copysign_(groups)
+    codes = signed.to(_FORMAT).view(torch.uint8)
     return codes, torch.cat([largest, exponent.reciprocal()], -1)
 
 
-def decode(codes: Tensor, scales: Tensor) -> Tensor:
+def decode(codes: Tensor, scales: Tensor, *, has_signs: bool = True) -> Tensor:
     """The entries that :func:`encode` took, to its accuracy: ``sign(q) * (|q| / 448) ** (1 / exponent) * largest``.
+
+    Args:
+        codes: As they came.
+        scales: As they came.
+        has_signs: False where no entry is negative, which is cheaper.
 
     Shape:
         codes ``(..., size)``, scales ``(..., 2)`` -> ``(..., size)``, float32
     """
     largest, inverse = scales.split(1, -1)
-    signed = codes.view(_FORMAT).float()
-    expanded = signed.abs().div_(_LARGEST).log2_().mul_(inverse).exp2_().mul_(largest)
-    return expanded.copysign_(signed)
+    # All codes are few: a cast from E4M3 is slow on a CPU, and a logarithm is not cheap either.
+    all_codes = torch.arange(256, dtype=torch.uint8, device=codes.device).view(_FORMAT).float()
+    logarithms = all_codes.abs_().div_(_LARGEST).log2_()
+    expanded = logarithms.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+    expanded.mul_(inverse).exp2_().mul_(largest)
+    return expanded.copysign_(codes.view(torch.int8).float()) if has_signs else expanded
 
 
 def _exponent(logarithms: Tensor, largest: Tensor) -> Tensor:

@@ -85,7 +85,8 @@ def load_moment(flat: FlatGroups, key: str, states: Sequence[dict[str, Any]]) ->
     kept = flat.gather([local_part(state[key]) for state in states])
     if not flat.layouts[0].is_quantised:
         return kept
-    return decode(kept, flat.gather_scales([local_part(state[f"{key}_scales"]) for state in states]))
+    scales = flat.gather_scales([local_part(state[f"{key}_scales"]) for state in states])
+    return decode(kept, scales, has_signs=key == MOMENTS[0])
 
 
 def store_moment(flat: FlatGroups, key: str, groups: Tensor, states: Sequence[dict[str, Any]]) -> None:

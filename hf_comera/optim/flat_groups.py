@@ -44,6 +44,11 @@ class Layout(NamedTuple):
         return self.num_rows * -(-self.length // self.size)
 
     @property
+    def num_lacking(self) -> int:
+        """Entries that the last group of a row is filled up by."""
+        return -self.length % self.size
+
+    @property
     def scales_shape(self) -> tuple[int, int, int]:
         """Of the scales: rows, groups of a row, and two."""
         return self.num_rows, -(-self.length // self.size), 2
@@ -90,16 +95,22 @@ class FlatGroups:
 
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
         """New memory, also of a single tensor."""
-        pairs = zip(tensors, self.layouts, strict=True)
-        rows = [(tensor.reshape(layout.num_rows, layout.length), layout.size) for tensor, layout in pairs]
-        return self._joined([to_groups(row, size).flatten(0, 1) for row, size in rows])
+        parts, size = [], self.layouts[0].size
+        zeros = tensors[0].new_zeros(size)
+        for tensor, layout in zip(tensors, self.layouts, strict=True):
+            if layout.num_rows > 1 and layout.num_lacking:
+                parts.append(to_groups(tensor.reshape(layout.num_rows, layout.length), size).flatten())
+            else:
+                parts += [tensor.reshape(-1), zeros[: layout.num_lacking]]
+        return torch.cat([*parts, self._ones(tensors[0], size)]).view(-1, size)
 
     def scatter(self, groups: Tensor, tensors: Sequence[Tensor]) -> None:
         """Write groups into the tensors that they are of, rounded to their dtype."""
         parts = []
         for part, layout, tensor in zip(groups.split(self._num_groups), self.layouts, tensors, strict=False):
-            padded = part.reshape(layout.num_rows, layout.scales_shape[1] * layout.size)
-            parts.append(padded[:, : layout.length].reshape(tensor.shape))
+            if layout.num_lacking:
+                part = part.reshape(layout.num_rows, layout.length + layout.num_lacking)[:, : layout.length]
+            parts.append(part.reshape(tensor.shape))
         torch._foreach_copy_(list(tensors), parts)
 
     def gather_scales(self, scales: Sequence[Tensor]) -> Tensor:
@@ -117,5 +128,9 @@ class FlatGroups:
         return self._joined([number.expand(count, 1) for number, count in parts])
 
     def _joined(self, groups: list[Tensor]) -> Tensor:
-        """With ones as padding: neither a moment nor a divisor that is special."""
-        return torch.cat([*groups, groups[0].new_ones(self._num_groups[-1], groups[0].shape[1])])
+        width = groups[0].shape[1]
+        return torch.cat([*groups, self._ones(groups[0], width).view(-1, width)])
+
+    def _ones(self, like: Tensor, width: int) -> Tensor:
+        """The groups that follow: neither a moment nor a divisor that is special."""
+        return like.new_ones(self._num_groups[-1] * width)
