@@ -69,12 +69,12 @@ def entries_at_once(device: torch.device) -> int:
 def _cut(piece: Piece) -> Iterator[Piece]:
     """One parameter in runs of rows of a bounded number of entries; what is not quantised as a whole."""
     layout, tensors = piece
-    num_entries = entries_at_once(tensors["value"].device)
-    num_rows = max(num_entries // layout.length, 1) if layout.is_quantised else max(layout.num_rows, 1)
+    num_rows = max(entries_at_once(tensors["value"].device) // max(layout.length, 1), 1)
+    if not layout.is_quantised or layout.num_rows <= num_rows:
+        if layout.num_rows:
+            yield piece
+        return
     for start in range(0, layout.num_rows, num_rows):
         part = layout._replace(num_rows=min(num_rows, layout.num_rows - start))
-        if part.num_rows == layout.num_rows:
-            yield piece
-        else:
-            rows = {key: value.narrow(0, start, part.num_rows) for key, value in tensors.items() if key != "step"}
-            yield Piece(part, {"step": tensors["step"], **rows})
+        rows = {key: value.narrow(0, start, part.num_rows) for key, value in tensors.items() if key != "step"}
+        yield Piece(part, {"step": tensors["step"], **rows})

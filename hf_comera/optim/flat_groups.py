@@ -1,5 +1,6 @@
 """``FlatGroups``: tensors of different shapes as one matrix of groups, and back; what an 8-bit optimizer works on."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ class Layout(NamedTuple):
         return self.num_rows, -(-self.length // self.size), 2
 
 
+@functools.cache
 def layout_of(shape: torch.Size) -> Layout:
     """The layout of a parameter, by its shape alone.
 
