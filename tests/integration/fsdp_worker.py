@@ -67,6 +67,14 @@ def train(model, optimizer, start):
         optimizer.zero_grad()
 
 
+def load(model, optimizer, folder):
+    """What any number of processes saved, into any number."""
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder / "sharded")
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
 def main():
     """Train, or load and train; then save."""
     kind, target, source = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else None
@@ -75,10 +83,7 @@ def main():
     model = fully_shard(MODELS[kind](), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = CoatAdamW(model.parameters(), lr=1e-2)
     if source is not None:
-        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-        dcp.load(state, checkpoint_id=source / "sharded")
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        load(model, optimizer, source)
     else:
         train(model, optimizer, 0)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import subprocess
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from hf_comera.ops import use_kernels
 from hf_comera.ops.coat_kernels import QuantisedParameter, coat_adamw_refusal, coat_adamw_step
 from hf_comera.ops.fp8 import dequantise, quantise
+from hf_comera.ops.kernel_build import find_gcc, sources_folder
 from hf_comera.optim import CoatAdamW, coat_adamw, coat_pieces
 from tests.kernels.kernel_errors import assert_as_exact
 
@@ -172,6 +174,36 @@ def test_the_optimizer_takes_it_where_it_is_switched_on(kernels, monkeypatch):
         use_kernels(False)
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+CONVERSIONS = """
+#include "coat_adamw.cu"
+int main() {
+  for (int code = 0; code < 256; code++) {
+    const float number = from_e4m3(code);
+    fwrite(&number, 4, 1, stdout);
+  }
+  for (float number; fread(&number, 4, 1, stdin);) putchar(to_e4m3(number));
+}
+"""
+
+
+@pytest.mark.skipif(find_gcc() is None, reason="g++ is not installed")
+def test_e4m3_is_that_of_torch(tmp_path):
+    """All codes, everything halfway between two of them, and neighbours of that."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    positive = codes[:127]
+    halfway = (positive[1:] + positive[:-1]) / 2
+    near = [torch.nextafter(halfway, torch.full_like(halfway, end)) for end in (-INF, INF)]
+    numbers = torch.cat([positive, halfway, *near, torch.tensor([1e-30, NAN])])
+    numbers = torch.cat([numbers, -numbers])
+    (tmp_path / "program.cpp").write_text(CONVERSIONS)
+    flags = ["-std=c++17", "-DHF_COMERA_EMULATED", f"-I{sources_folder()}"]
+    subprocess.run([find_gcc(), *flags, tmp_path / "program.cpp", "-o", tmp_path / "program"], check=True)
+    done = subprocess.run([tmp_path / "program"], input=numbers.numpy().tobytes(), capture_output=True, check=True)
+    decoded = torch.frombuffer(bytearray(done.stdout[:1024]), dtype=torch.float32)
+    torch.testing.assert_close(decoded, codes, rtol=0, atol=0, equal_nan=True)
+    assert list(done.stdout[1024:]) == numbers.to(torch.float8_e4m3fn).view(torch.uint8).tolist()
 
 
 def test_says_what_it_cannot_take():
