@@ -14,6 +14,9 @@ GROUP_SIZE = 128
 _FORMAT = torch.float8_e4m3fn
 _LARGEST, _SMALLEST = 448.0, 2.0**-9
 _BINARY_ORDERS = math.log2(_LARGEST / _SMALLEST)
+_NO_LOGARITHM = 1000.0
+"""Stands for that of zero: more than that of any number, so that it is never the smallest."""
+
 _EXPONENTS = (0.5, 128.0)
 """An exponent below one compresses instead; beyond these, a single tiny entry would cost all others their accuracy,
 and entries that are almost equal would ask for more digits than float32 has."""
@@ -87,32 +90,42 @@ def encode(groups: Tensor, *, keep_positive: bool = False, expand: bool = True) 
         COAT, arXiv:2410.19313, section 4: dynamic range expansion. Its centre and scale cancel,
         ``((|x| / c) ** k) / s = 448 * (|x| / largest) ** k`` for every centre c; so neither is stored.
     """
-    magnitudes = groups.abs()
-    largest = magnitudes.nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True)
-    logarithms = magnitudes.log2_()  # of zero: -inf
+    # In place where it can be: fresh memory costs a CPU more than most of these calls.
+    numbers = groups.abs().nan_to_num_(0.0, 0.0, 0.0)
+    largest = numbers.amax(-1, keepdim=True)
+    logarithms = numbers.log2_().nan_to_num_(neginf=_NO_LOGARITHM)
     exponent = _exponent(logarithms, largest) if expand else torch.ones_like(largest)
-    logarithms.sub_(torch.where(largest > 0, largest, 1.0).log2())
+    logarithms.sub_(torch.where(largest > 0, largest, 1.0).log2()).clamp_max_(0.0)
     scaled = logarithms.mul_(exponent).exp2_().mul_(_LARGEST)
-    scaled.nan_to_num_(math.nan, math.nan)  # infinity, which a cast to E4M3 makes the largest code on some devices
+    scaled.add_(groups, alpha=0)  # what is not finite becomes NaN
     if keep_positive:
-        scaled = scaled.clamp_min_(_SMALLEST).mul_(groups.sign())
-    codes = scaled.copysign_(groups).to(_FORMAT).view(torch.uint8)
+        scaled.clamp_min_(_SMALLEST)
+    signed = scaled.mul_(groups.sign())  # also puts the zeros back
+    codes = signed.to(_FORMAT).view(torch.uint8)
     return codes, torch.cat([largest, exponent.reciprocal()], -1)
 
 
-def decode(codes: Tensor, scales: Tensor) -> Tensor:
+def decode(codes: Tensor, scales: Tensor, *, has_signs: bool = True) -> Tensor:
     """The entries that :func:`encode` took, to its accuracy: ``sign(q) * (|q| / 448) ** (1 / exponent) * largest``.
+
+    Args:
+        codes: As they came.
+        scales: As they came.
+        has_signs: False where no entry is negative, which is cheaper.
 
     Shape:
         codes ``(..., size)``, scales ``(..., 2)`` -> ``(..., size)``, float32
     """
     largest, inverse = scales.split(1, -1)
-    signed = codes.view(_FORMAT).float()
-    expanded = signed.abs().div_(_LARGEST).log2_().mul_(inverse).exp2_().mul_(largest)
-    return expanded.copysign_(signed)
+    # All codes are few: a cast from E4M3 is slow on a CPU, and a logarithm is not cheap either.
+    all_codes = torch.arange(256, dtype=torch.uint8, device=codes.device).view(_FORMAT).float()
+    logarithms = all_codes.abs_().div_(_LARGEST).log2_()
+    expanded = logarithms.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+    expanded.mul_(inverse).exp2_().mul_(largest)
+    return expanded.copysign_(codes.view(torch.int8).float()) if has_signs else expanded
 
 
 def _exponent(logarithms: Tensor, largest: Tensor) -> Tensor:
     """What expands the range of each group to that of E4M3; the largest allowed where all entries are equal."""
-    smallest = logarithms.nan_to_num(math.inf, math.inf, math.inf).amin(-1, keepdim=True)
+    smallest = logarithms.amin(-1, keepdim=True)
     return (_BINARY_ORDERS / (largest.log2() - smallest)).clamp(*_EXPONENTS)

@@ -27,9 +27,11 @@ __all__ = [
 ]
 
 LOGGER = logging.getLogger(__name__)
-# Arguments of the C functions: p pointer, i int, l 64-bit int; the result first.
+# Arguments of the C functions: p pointer, i int, l 64-bit int, d double; the result first.
 SIGNATURES = {
     "hf_comera_error_message": "s i",
+    "hf_comera_coat_adamw_tensors": "i",
+    "hf_comera_coat_adamw": "i piii p ddddd p",
     "hf_comera_low_rank_ffn": "i ipppppppppp liiiiiiip",
     "hf_comera_tt_halves_row": "i",
     "hf_comera_tt_halves_splits": "i",
@@ -42,7 +44,13 @@ SIGNATURES = {
     "hf_comera_low_rank_linear_chunks": "l ilii",
     "hf_comera_low_rank_linear_backward": "i ippppppppppppp liiiip",
 }
-TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "s": ctypes.c_char_p}
+TYPES: dict[str, Any] = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int,
+    "l": ctypes.c_int64,
+    "d": ctypes.c_double,
+    "s": ctypes.c_char_p,
+}
 STATUS = {
     -1: "this rank is not supported",
     -2: "this precision is not supported",

@@ -3,24 +3,28 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_comera.ops.fp8 import decode, encode
-from hf_comera.optim.flat_groups import FlatGroups, Layout, layout_of, local_part
+from hf_comera.ops.coat_kernels import coat_adamw_step
+from hf_comera.optim.coat_pieces import Piece, batches, split_for_kernel
+from hf_comera.optim.coat_state import (
+    MOMENTS,
+    gathered,
+    is_spread,
+    keep_own_rows,
+    layout_of_state,
+    load_moment,
+    new_state,
+    plain_moment,
+    quantised_moment,
+    store_moment,
+)
+from hf_comera.optim.flat_groups import FlatGroups, local_part
 
 __all__ = ["CoatAdamW"]
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class Piece(NamedTuple):
-    """A run of rows of a parameter, its gradient and its state, by their names, as far as this process holds them."""
-
-    layout: Layout
-    tensors: dict[str, Tensor]
 
 
 class CoatAdamW(torch.optim.Optimizer):
@@ -28,9 +32,11 @@ class CoatAdamW(torch.optim.Optimizer):
 
     The rule is that of ``torch.optim.AdamW``, in float32 (float64 for parameters in that) whatever the dtype of the
     parameters; a step uses the new moments as they are before they are rounded. Groups of 128 entries lie within what
-    belongs to one index of a parameter's first axis, so sharding along it (FSDP2) changes nothing. Rows of n < 128
-    entries cost ``2 + 16 / n`` bytes a parameter. Vectors (biases, norms, gates) and matrices with rows under 8
-    entries keep float32 moments.
+    belongs to one index of a parameter's first axis, so sharding along it (FSDP2) changes nothing. Small parameters
+    whose rows are too short for that (biases, norms, gates, some cores) are cut into groups as a whole; where they are
+    sharded, every process keeps their state, and gathers their gradients. Below 8 entries moments stay in float32.
+
+    On a GPU a kernel does the whole step where kernels are switched on (``hf_comera.ops.use_kernels()``).
 
     Nothing is read from the device, and state keeps its memory, so a step can be captured in a CUDA graph; a learning
     rate that changes between replays has to be a tensor.
@@ -83,8 +89,14 @@ class CoatAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for batch in _batches(self._pieces(group["params"])):
-                self._step_together(batch, group)
+            moving = self._counted(group["params"])
+            whole = {each: gathered(each) for each in moving if is_spread(each, layout_of_state(each))}
+            for_kernel, others = split_for_kernel(self._pieces(moving, whole))
+            coat_adamw_step(for_kernel, **{key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
+            for batch in batches(others):
+                _step_together(batch, group)
+            for parameter, (value, _) in whole.items():
+                keep_own_rows(parameter, value)
         return loss
 
     @torch._disable_dynamo  # type: ignore[untyped-decorator]
@@ -122,11 +134,8 @@ class CoatAdamW(torch.optim.Optimizer):
         """The state of a parameter with moments in its shape, in float32; a copy, empty before the first step."""
         state = dict(self.state.get(parameter, {}))
         if f"{MOMENTS[0]}_scales" in state:
-            flat = FlatGroups([layout_of(local_part(parameter).shape)])
             for key in MOMENTS:
-                plain = torch.zeros_like(local_part(state[key]), dtype=torch.float32)
-                flat.scatter(_load(flat, key, [state]), [plain])
-                state[key] = _as_shards(plain, parameter, parameter.shape)
+                state[key] = plain_moment(key, parameter, state)
                 del state[f"{key}_scales"]
         return state
 
@@ -137,78 +146,50 @@ class CoatAdamW(torch.optim.Optimizer):
             parameter: It need not be held by the optimizer yet.
             state: As :meth:`plain_state` returns it, or as it is kept.
         """
-        new, layout = dict(state), layout_of(local_part(parameter).shape)
+        new = dict(state)
         for key in MOMENTS:
-            if layout.is_quantised and f"{key}_scales" not in new:
-                new |= _empty_moment(key, parameter, layout)
-                _store(FlatGroups([layout]), key, FlatGroups([layout]).gather([local_part(state[key]).float()]), [new])
-            elif not layout.is_quantised:
-                new[key] = new[key].to(torch.promote_types(parameter.dtype, torch.float32))
+            if f"{key}_scales" not in new:
+                new |= quantised_moment(key, parameter, state[key])
         new["step"] = torch.as_tensor(new["step"], dtype=torch.float32, device=parameter.device)
         self.state[parameter] = new
 
-    def _pieces(self, parameters: list[Tensor]) -> Iterator[Piece]:
-        """Runs of rows of all parameters with a gradient; their steps are counted."""
+    def _counted(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Those with a gradient; all have a state, and this step is counted in it."""
         moving = [parameter for parameter in parameters if parameter.grad is not None]
         for parameter in moving:
             if not self.state[parameter]:
-                self.state[parameter] = _new_state(parameter, layout_of(local_part(parameter).shape))
+                self.state[parameter] = new_state(parameter, layout_of_state(parameter))
+            if parameter.grad.is_sparse:
+                raise ValueError("A gradient is sparse, and moments are not. Make the embedding with sparse=False.")
         if moving:
             torch._foreach_add_([self.state[parameter]["step"] for parameter in moving], 1)
+        return moving
+
+    def _pieces(self, moving: list[Tensor], whole: dict[Tensor, tuple[Tensor, Tensor]]) -> Iterator[Piece]:
+        """All parameters that move, as far as this process holds them or has gathered them."""
         for parameter in moving:
-            kept = {"value": parameter.detach(), "gradient": _dense_gradient(parameter), **self.state[parameter]}
-            local = {key: local_part(kept[key]) for key in kept}
-            yield from _cut(local, layout_of(local["value"].shape), entries_at_once(local["value"].device))
-
-    def _step_together(self, pieces: list[Piece], group: dict[str, Any]) -> None:
-        """AdamW's rule on one matrix of groups."""
-        flat, tensors = FlatGroups([piece.layout for piece in pieces]), [piece.tensors for piece in pieces]
-        values = [each["value"] for each in tensors]
-        exact = torch.promote_types(values[0].dtype, torch.float32)
-        steps = torch.stack([each["step"] for each in tensors])
-        corrections = [flat.spread(_correction(steps, beta)) for beta in group["betas"]]
-        gradients = flat.gather([each["gradient"] for each in tensors]).to(exact)
-        first, second = (_load(flat, key, tensors).to(exact) for key in MOMENTS)
-        beta_1, beta_2 = group["betas"]
-        first.lerp_(gradients, 1 - beta_1)
-        second.mul_(beta_2).addcmul_(gradients, gradients, value=1 - beta_2)
-        for key, moment in zip(MOMENTS, (first, second), strict=True):
-            _store(flat, key, moment, tensors)
-        denominators = second.sqrt_().div_(corrections[1].sqrt()).add_(group["eps"]).mul_(corrections[0])
-        new = flat.gather(values).to(exact).mul_(1 - group["lr"] * group["weight_decay"])
-        flat.scatter(new.sub_(first.div_(denominators).mul_(group["lr"])), values)
+            value, gradient = whole.get(parameter) or (parameter.detach(), parameter.grad)
+            kept = {"value": value, "gradient": gradient, **self.state[parameter]}
+            yield Piece(layout_of_state(parameter), {key: local_part(kept[key]) for key in kept})
 
 
-def entries_at_once(device: torch.device) -> int:
-    """How many entries are processed together: as few as the cost of calls allows, on a CPU as caches hold."""
-    return 2**18 if device.type == "cpu" else 2**22
-
-
-def _cut(tensors: dict[str, Tensor], layout: Layout, num_entries: int) -> Iterator[Piece]:
-    """One parameter in runs of rows of about ``num_entries`` entries; what is not quantised as a whole."""
-    num_rows = max(num_entries // layout.length, 1) if layout.is_quantised else max(layout.num_rows, 1)
-    for start in range(0, layout.num_rows, num_rows):
-        part = layout._replace(num_rows=min(num_rows, layout.num_rows - start))
-        if part.num_rows == layout.num_rows:
-            yield Piece(layout, tensors)
-        else:
-            rows = {key: value.narrow(0, start, part.num_rows) for key, value in tensors.items() if key != "step"}
-            yield Piece(part, {"step": tensors["step"], **rows})
-
-
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces that are stepped together: of equal dtypes, device and group size, and not too many at once."""
-    batches: dict[Any, tuple[list[Piece], int]] = {}
-    for piece in pieces:
-        value, layout = piece.tensors["value"], piece.layout
-        key = (value.dtype, value.device, piece.tensors["gradient"].dtype, layout.size, layout.is_quantised)
-        batch, num_entries = batches.pop(key, ([], 0))
-        num_new = layout.num_groups * layout.size
-        if batch and num_entries + num_new > entries_at_once(value.device):
-            yield batch
-            batch, num_entries = [], 0
-        batches[key] = ([*batch, piece], num_entries + num_new)
-    yield from (batch for batch, _ in batches.values())
+def _step_together(pieces: list[Piece], group: dict[str, Any]) -> None:
+    """AdamW's rule on one matrix of groups."""
+    flat, tensors = FlatGroups([piece.layout for piece in pieces]), [piece.tensors for piece in pieces]
+    values = [each["value"] for each in tensors]
+    exact = torch.promote_types(values[0].dtype, torch.float32)
+    steps = flat.spread([each["step"] for each in tensors])
+    corrections = [_correction(steps, beta) for beta in group["betas"]]
+    gradients = flat.gather([each["gradient"] for each in tensors]).to(exact)
+    first, second = (load_moment(flat, key, tensors).to(exact) for key in MOMENTS)
+    beta_1, beta_2 = group["betas"]
+    first.lerp_(gradients, 1 - beta_1)
+    second.mul_(beta_2).addcmul_(gradients, gradients, value=1 - beta_2)
+    for key, moment in zip(MOMENTS, (first, second), strict=True):
+        store_moment(flat, key, moment, tensors)
+    denominators = second.sqrt_().div_(corrections[1].sqrt_()).add_(group["eps"]).mul_(corrections[0])
+    new = flat.gather(values).to(exact).mul_(1 - group["lr"] * group["weight_decay"])
+    flat.scatter(new.sub_(first.div_(denominators).mul_(group["lr"])), values)
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -231,56 +212,6 @@ def _check_group(group: dict[str, Any]) -> None:
             )
 
 
-def _dense_gradient(parameter: Tensor) -> Tensor:
-    if parameter.grad.is_sparse:
-        raise ValueError("A gradient is sparse, and moments are not. Make the embedding with sparse=False.")
-    return parameter.grad
-
-
 def _correction(steps: Tensor, beta: float) -> Tensor:
     """``1 - beta ** steps`` without the cancellation."""
     return torch.expm1(steps * (math.log(beta) if beta else -math.inf)).neg()
-
-
-def _as_shards(local: Tensor, parameter: Tensor, shape: Iterable[int]) -> Tensor:
-    """``local`` as this process's part of a tensor that is sharded as ``parameter`` is."""
-    if not hasattr(parameter, "to_local"):
-        return local
-    shape = torch.Size(shape)
-    stride = torch.empty(shape, device="meta").stride()
-    return type(parameter.data).from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )
-
-
-def _empty_moment(key: str, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """A moment of zero."""
-    local = local_part(parameter)
-    dtype = torch.uint8 if layout.is_quantised else torch.promote_types(parameter.dtype, torch.float32)
-    moment = {key: _as_shards(local.new_zeros(local.shape, dtype=dtype), parameter, parameter.shape)}
-    if layout.is_quantised:
-        scales = local.new_ones(layout.scales_shape, dtype=torch.float32)
-        scales_shape = (parameter.shape[0], *layout.scales_shape[1:])
-        moment[f"{key}_scales"] = _as_shards(scales, parameter, scales_shape)
-    return moment
-
-
-def _new_state(parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
-    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-    return {"step": step} | _empty_moment(MOMENTS[0], parameter, layout) | _empty_moment(MOMENTS[1], parameter, layout)
-
-
-def _load(flat: FlatGroups, key: str, states: list[dict[str, Any]]) -> Tensor:
-    """A moment of some parameters as groups."""
-    kept = flat.gather([local_part(state[key]) for state in states])
-    if not flat.layouts[0].is_quantised:
-        return kept
-    return decode(kept, flat.gather_scales([local_part(state[f"{key}_scales"]) for state in states]))
-
-
-def _store(flat: FlatGroups, key: str, groups: Tensor, states: list[dict[str, Any]]) -> None:
-    """Keep groups as a moment of some parameters."""
-    if flat.layouts[0].is_quantised:
-        groups, scales = encode(groups.float(), keep_positive=key == MOMENTS[1])
-        flat.scatter_scales(scales, [local_part(state[f"{key}_scales"]) for state in states])
-    flat.scatter(groups, [local_part(state[key]) for state in states])

@@ -21,38 +21,69 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hf_comera import CoatAdamW
+from hf_comera import CoatAdamW, ComeraConfig, get_comera_model
+from hf_comera.modules import TensorTrainModule
+from tests.architectures import ARCHITECTURES
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 STEPS = 3
 
 
-def new_model():
+def new_network():
     """Rows of 200 and 20 entries, an odd number of rows, and one row for two processes."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(200, 33), nn.GELU(), nn.Linear(33, 20), nn.GELU(), nn.Linear(20, 1))
 
 
+def new_compressed():
+    """Cores of all shapes and rank gates, besides what a GPT-2 has."""
+    torch.manual_seed(0)
+    architecture = ARCHITECTURES["gpt2"]
+    model = get_comera_model(architecture.auto_class, ComeraConfig(rank=12), config=architecture.new_config()).eval()
+    for module in model.modules():
+        if isinstance(module, TensorTrainModule):
+            module.add_rank_gates()
+    return model
+
+
+MODELS = {"network": new_network, "compressed": new_compressed}
+
+
+def loss_of(model, step):
+    """Of the batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    if isinstance(model, nn.Sequential):
+        inputs = torch.randn(8, 200, generator=generator)
+        return (model(inputs) - inputs[:, :1].sin()).square().mean()
+    ids = torch.randint(2, 200, (4, 9), generator=generator)
+    return model(input_ids=ids, labels=ids).loss
+
+
 def train(model, optimizer, start):
     """The same whole batch in every process, so that all gradients are those of one process."""
     for step in range(start, start + STEPS):
-        inputs = torch.randn(8, 200, generator=torch.Generator().manual_seed(step))
-        (model(inputs) - inputs[:, :1].sin()).square().mean().backward()
+        loss_of(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
+def load(model, optimizer, folder):
+    """What any number of processes saved, into any number."""
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder / "sharded")
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
 def main():
     """Train, or load and train; then save."""
-    target, source = Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None
+    kind, target, source = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else None
+    torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    model = fully_shard(new_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = fully_shard(MODELS[kind](), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = CoatAdamW(model.parameters(), lr=1e-2)
     if source is not None:
-        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-        dcp.load(state, checkpoint_id=source / "sharded")
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        load(model, optimizer, source)
     else:
         train(model, optimizer, 0)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}

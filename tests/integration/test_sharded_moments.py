@@ -9,16 +9,16 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from hf_comera import CoatAdamW
-from tests.integration.fsdp_worker import STEPS, new_model, train
+from tests.integration.fsdp_worker import MODELS, STEPS, load, train
 
 ROOT = Path(__file__).parents[2]
 WORKER = "tests.integration.fsdp_worker"
 
 
-def run(target, num_processes, source=None):
+def run(kind, target, num_processes, source=None):
     target.mkdir()
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-    program = [sys.executable, *launcher, "-m", WORKER, str(target), *([] if source is None else [str(source)])]
+    program = [sys.executable, *launcher, "-m", WORKER, kind, str(target), *([] if source is None else [str(source)])]
     result = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=240)
     assert result.returncode == 0, result.stderr
     return torch.load(target / "whole.pt", weights_only=True)
@@ -29,9 +29,14 @@ def same(one, other):
     return all(same(one[k], other[k]) if isinstance(one[k], dict) else torch.equal(one[k], other[k]) for k in one)
 
 
+@pytest.fixture(scope="module", params=MODELS)
+def kind(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def unsharded():
-    model = new_model()
+def unsharded(kind):
+    model = MODELS[kind]()
     optimizer = CoatAdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, 0)
     state = get_optimizer_state_dict(model, optimizer)["state"]
@@ -41,9 +46,9 @@ def unsharded():
 
 
 @pytest.fixture(scope="module")
-def of_two(tmp_path_factory):
+def of_two(kind, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two") / "run"
-    return folder, run(folder, 2)
+    return folder, run(kind, folder, 2)
 
 
 def test_two_processes_have_the_state_of_one(of_two, unsharded):
@@ -51,9 +56,18 @@ def test_two_processes_have_the_state_of_one(of_two, unsharded):
     assert same(of_two[1]["after"], unsharded[1])
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_what_two_saved_any_number_loads(of_two, num_processes, tmp_path):
+def test_what_two_saved_two_load(kind, of_two, tmp_path):
     folder, expected = of_two
-    found = run(tmp_path / "again", num_processes, source=folder)
+    found = run(kind, tmp_path / "again", 2, source=folder)
     assert same(found["optimizer"]["state"], expected["optimizer"]["state"])
     assert same(found["after"], expected["after"])
+
+
+def test_what_two_saved_loads_without_sharding(kind, of_two):
+    folder, expected = of_two
+    model = MODELS[kind]()
+    optimizer = CoatAdamW(model.parameters(), lr=1e-2)
+    load(model, optimizer, folder)
+    assert same(get_optimizer_state_dict(model, optimizer)["state"], expected["optimizer"]["state"])
+    train(model, optimizer, STEPS)
+    assert same(model.state_dict(), expected["after"])

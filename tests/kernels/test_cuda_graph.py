@@ -3,10 +3,14 @@
 import pytest
 import torch
 
+from hf_comera.ops.coat_kernels import coat_adamw_step
 from hf_comera.ops.ffn_kernels import low_rank_ffn
 from hf_comera.ops.halves_kernels import Half, HalvesPlan
 from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward
 from hf_comera.ops.ttm_kernels import ttm_rows, ttm_table_gradients
+from tests.kernels.test_coat_adamw import new_parameter
+
+STATE = ("first", "first_scales", "second", "second_scales")
 
 
 @pytest.mark.gpu
@@ -16,6 +20,13 @@ def test_every_call_can_be_captured():
     left_out, right_out = make(16, 96), make(16, 64)
     table_left, table_right, ids = make(4, 6, 8), make(5, 8, 7), torch.randint(0, 20, (70,), device="cuda")
     plan = HalvesPlan([Half([make(1, 4, 6), make(6, 5, 8)], True, 20, 8)], torch.float32)
+
+    kept, rate = new_parameter((70, 64), torch.float32, "cuda"), torch.tensor(1e-3, device="cuda")
+
+    def step():
+        stepped = kept._replace(gradient=x, **{name: getattr(kept, name).clone() for name in ("value", *STATE)})
+        coat_adamw_step([stepped], lr=rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+        return [stepped.value, *(getattr(stepped, name) for name in STATE)]
 
     def compute():
         y, code = low_rank_linear(x, left, right)
@@ -30,6 +41,7 @@ def test_every_call_can_be_captured():
             rows,
             *ttm_table_gradients(rows, ids, table_left, table_right, 20),
             *plan.run(),
+            *step(),
         ]
 
     compute()

@@ -6,11 +6,13 @@ import subprocess
 import pytest
 import torch
 
+from hf_comera.ops.coat_kernels import coat_adamw_step
 from hf_comera.ops.ffn_kernels import low_rank_ffn
 from hf_comera.ops.halves_kernels import Half, tt_halves
 from hf_comera.ops.kernel_build import build_emulated_library, sources_folder
 from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward
 from hf_comera.ops.ttm_kernels import ttm_rows, ttm_table_gradients
+from tests.kernels.test_coat_adamw import new_parameter
 
 MISSED_BARRIER = """
 #include "portable.h"
@@ -71,6 +73,12 @@ def lookup(dtype):
     return [ttm_rows(ids, left, right, 180, 42, dtype), *gradients]
 
 
+def coat(dtype):
+    parameters = [new_parameter(shape, dtype) for shape in ((5, 300), (20, 12), (1, 400))]
+    coat_adamw_step(parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    return [tensor for parameter in parameters for tensor in parameter if isinstance(tensor, torch.Tensor)]
+
+
 def test_the_compiler_has_nothing_to_say():
     assert "warning" not in build_emulated_library().log.read_text(encoding="utf-8")
 
@@ -88,7 +96,7 @@ def test_a_missing_barrier_shows_in_another_order(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("compute", [linear, ffn, halves, lookup])
+@pytest.mark.parametrize("compute", [linear, ffn, halves, lookup, coat])
 def test_no_result_depends_on_the_order_of_threads(compute, dtype, monkeypatch):
     results = []
     for order in ["0", *ORDERS]:

@@ -10,7 +10,7 @@ from torch.optim import AdamW
 
 from hf_comera import ComeraConfig, comera_param_groups, get_comera_model
 from hf_comera.modules import TTLinear
-from hf_comera.optim import coat_adamw
+from hf_comera.optim import coat_adamw, coat_pieces
 from hf_comera.optim.coat_adamw import CoatAdamW
 from tests.architectures import ARCHITECTURES
 
@@ -41,10 +41,10 @@ def unquantised(monkeypatch):
         moments = {key: torch.zeros_like(parameter) for key in coat_adamw.MOMENTS}
         return {"step": torch.zeros(()), **moments}
 
-    monkeypatch.setattr(coat_adamw, "_new_state", new_state)
-    monkeypatch.setattr(coat_adamw, "_load", lambda flat, key, states: flat.gather([s[key] for s in states]))
+    monkeypatch.setattr(coat_adamw, "new_state", new_state)
+    monkeypatch.setattr(coat_adamw, "load_moment", lambda flat, key, states: flat.gather([s[key] for s in states]))
     monkeypatch.setattr(
-        coat_adamw, "_store", lambda flat, key, groups, states: flat.scatter(groups, [s[key] for s in states])
+        coat_adamw, "store_moment", lambda flat, key, groups, states: flat.scatter(groups, [s[key] for s in states])
     )
 
 
@@ -61,7 +61,7 @@ SETTINGS = {
 @pytest.mark.parametrize("entries", [2**18, 1000])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_without_quantisation_it_is_adamw(settings, entries, monkeypatch):
-    monkeypatch.setattr(coat_adamw, "entries_at_once", lambda device: entries)
+    monkeypatch.setattr(coat_pieces, "entries_at_once", lambda device: entries)
     ours, theirs = network(torch.float64), network(torch.float64)
     train(ours, CoatAdamW(ours.parameters(), **settings), 5)
     train(theirs, AdamW(theirs.parameters(), **settings, foreach=False), 5)
@@ -73,7 +73,7 @@ def test_without_quantisation_it_is_adamw(settings, entries, monkeypatch):
 def test_how_many_entries_go_together_does_not_matter(entries, monkeypatch):
     expected, model = network(), network()
     train(expected, CoatAdamW(expected.parameters()), 3)
-    monkeypatch.setattr(coat_adamw, "entries_at_once", lambda device: entries)
+    monkeypatch.setattr(coat_pieces, "entries_at_once", lambda device: entries)
     train(model, CoatAdamW(model.parameters()), 3)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
 
@@ -103,7 +103,7 @@ def test_a_compressed_model_learns_as_with_adamw():
             optimizer.zero_grad()
             of_steps.append(loss.item())
     assert losses[AdamW][-1] < 0.7 * losses[AdamW][0]
-    assert abs(losses[CoatAdamW][-1] / losses[AdamW][-1] - 1) < 0.05
+    assert abs(sum(losses[CoatAdamW]) / sum(losses[AdamW]) - 1) < 0.02
 
 
 def test_parameters_without_gradient_stay_and_start_late():
@@ -131,7 +131,7 @@ def test_a_step_reads_nothing_from_the_device():
             optimizer.step()
 
 
-@pytest.mark.parametrize("shape", [(33, 200), (20, 33), (7, 9)])
+@pytest.mark.parametrize("shape", [(33, 200), (20, 96), (6, 1)])
 def test_a_step_of_half_the_rows_is_half_the_step(shape):
     """To the bit, so that sharding changes nothing."""
     whole = nn.Parameter(torch.randn(shape))
@@ -180,14 +180,14 @@ def test_entries_whose_gradient_ended_stop():
     assert parameter.isfinite().all()
 
 
-def test_cores_are_quantised_but_not_gates():
-    layer = TTLinear(48, 120, in_factors=[8, 6], out_factors=[12, 10], ranks=8)
+def test_cores_and_gates_are_quantised_but_not_the_shortest():
+    layer = TTLinear(48, 120, in_factors=[8, 6], out_factors=[12, 10], ranks=[8, 8, 6])
     layer.add_rank_gates()
     optimizer = CoatAdamW(comera_param_groups(layer, lr=1e-3))
     layer(torch.randn(4, 48)).square().sum().backward()
     optimizer.step()
-    dtypes = [{optimizer.state[p]["exp_avg"].dtype for p in part} for part in (layer.cores(), layer.rank_gates())]
-    assert dtypes == [{torch.uint8}, {torch.float32}]
+    dtypes = [[optimizer.state[p]["exp_avg"].dtype for p in part] for part in (layer.cores(), layer.rank_gates())]
+    assert dtypes == [[torch.uint8] * 4, [torch.uint8, torch.uint8, torch.float32]]
 
 
 FAULTS = {

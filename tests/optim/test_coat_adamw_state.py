@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import AdamW
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from hf_comera import ComeraConfig, get_comera_model
 from hf_comera.optim import coat_adamw
 from hf_comera.optim.coat_adamw import CoatAdamW
 from tests.optim.test_coat_adamw import network, train
@@ -15,8 +17,12 @@ BYTES = {
     "matrix": ((64, 768), 2.13),
     "matrix-of-uneven-rows": ((64, 1000), 2.13),
     "core": ((32, 8, 32), 2.13),
-    "last-core": ((32, 12, 1), 3.34),
-    "vector": ((768,), 8.0),
+    "last-core": ((32, 12, 1), 2.13),
+    "rows-a-little-longer-than-a-group": ((64, 136), 2.13),
+    "many-short-rows": ((2**15, 12), 3.34),
+    "vector": ((768,), 2.13),
+    "uneven-vector": ((200,), 2.17),
+    "few-entries": ((7,), 8.0),
 }
 
 
@@ -28,6 +34,21 @@ def test_bytes_of_state(shape, most, dtype):
     parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     assert sum(value.nbytes for value in optimizer.state[parameter].values() if value.ndim) <= most * parameter.numel()
+
+
+def test_bytes_of_a_whole_small_compressed_model():
+    """Biases and norms, which are a tenth of it, and counters of steps included."""
+    config = GPT2Config(vocab_size=256, n_positions=96, n_embd=128, n_layer=3, n_head=4)
+    model = get_comera_model(GPT2LMHeadModel, ComeraConfig(rank=8), config=config)
+    vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim < 2)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert vectors > 0.09 * num_parameters
+    optimizer = CoatAdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    num_bytes = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    assert num_bytes <= 2.2 * num_parameters
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -9,12 +9,19 @@ LAYOUTS = {
     (64, 768): Layout(64, 768, 128, True),
     (5, 300): Layout(5, 300, 128, True),
     (32, 8, 32): Layout(32, 256, 128, True),
-    (32, 12, 1): Layout(32, 12, 12, True),
+    (64, 80): Layout(64, 80, 80, True),
+    (0, 96): Layout(0, 96, 96, True),
     (1, 8, 32): Layout(1, 256, 128, True),
-    (9, 7): Layout(63, 1, 1, False),
-    (768,): Layout(768, 1, 1, False),
+    (64, 79): Layout(1, 64 * 79, 128, True, is_whole=True),
+    (64, 130): Layout(1, 64 * 130, 128, True, is_whole=True),
+    (2**12, 130): Layout(2**12, 130, 128, True),
+    (32, 12, 1): Layout(1, 384, 128, True, is_whole=True),
+    (2**15, 12): Layout(2**15, 12, 12, True),
+    (2**17, 4): Layout(2**19, 1, 1, False),
+    (9, 7): Layout(1, 63, 128, True, is_whole=True),
+    (768,): Layout(1, 768, 128, True, is_whole=True),
+    (7,): Layout(7, 1, 1, False),
     (): Layout(1, 1, 1, False),
-    (0, 40): Layout(0, 40, 40, True),
     (4, 0): Layout(0, 1, 1, False),
 }
 
@@ -24,7 +31,12 @@ def test_layout(shape, layout):
     assert layout_of(torch.Size(shape)) == layout
 
 
-SHAPES = {"large": [(4, 256), (3, 300), (2, 5, 80)], "small": [(4, 12), (3, 4, 3)], "vectors": [(7,), (), (9, 7)]}
+SHAPES = {
+    "large": [(4, 256), (3, 300), (2, 5, 80)],
+    "short": [(2**15, 12), (2**15, 4, 3)],
+    "vectors": [(80,), (9, 7), (30, 12, 1)],
+    "tiny": [(7,), (), (2, 3)],
+}
 
 
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
@@ -37,7 +49,7 @@ def test_there_and_back(shapes):
     copies = [torch.zeros_like(tensor) for tensor in tensors]
     flat.scatter(groups, copies)
     assert all(map(torch.equal, copies, tensors))
-    numbers = flat.spread(torch.arange(1.0, 1 + len(tensors)))
+    numbers = flat.spread(torch.arange(1.0, 1 + len(tensors)).unbind())
     flat.scatter(numbers * torch.ones_like(groups), copies)
     assert all((copied == number).all() for number, copied in enumerate(copies, 1))
 
