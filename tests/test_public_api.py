@@ -6,6 +6,7 @@ import pytest
 
 PUBLIC = {
     "hf_comera": {
+        "ActivationPolicy",
         "CoatAdamW",
         "ComeraCallback",
         "ComeraConfig",
@@ -29,9 +30,11 @@ PUBLIC = {
         "print_trainable_parameters",
         "push_to_hub",
         "rank_report",
+        "set_activation_policy",
         "size_report",
         "write_model_card",
     },
+    "hf_comera.memory": {"ActivationPolicy", "SavedBytes", "activation_policy", "set_activation_policy"},
     "hf_comera.modules": {"TTLinear", "TTMEmbedding", "TensorTrainModule", "TiedEmbedding", "TiedHead"},
     "hf_comera.ops": {
         "dense_linear",

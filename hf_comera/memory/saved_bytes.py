@@ -1,0 +1,85 @@
+"""Count the bytes that autograd keeps from forward to backward, with and without a policy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_comera.memory.session import Session
+
+__all__ = ["SavedBytes"]
+
+
+class SavedBytes:
+    """Context in which what autograd saves is counted; each storage once.
+
+    ::
+
+        with SavedBytes(model.parameters()) as saved:
+            loss = model(**batch).loss
+        print(saved.total)
+
+    Args:
+        parameters: Tensors that are there anyway and not counted.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
+        self._uncounted = {tensor.untyped_storage().data_ptr() for tensor in parameters}
+        self._saved: list[Tensor] = []
+        self._sessions: list[Session] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, _as_it_is)
+        self.total = 0
+        """Bytes, once the context has been left."""
+
+    def __enter__(self) -> SavedBytes:
+        _present().append(self)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._hooks.__exit__(*exception)
+        _present().remove(self)
+        found: dict[int, int] = {}
+        for item in [*self._saved, *(source for session in self._sessions for source in session.claims.sources)]:
+            self._count(item, found)
+        self.total = sum(found.values())
+        self._saved, self._sessions = [], []
+
+    @staticmethod
+    def add(session: Session) -> None:
+        """Count what ``session`` saves, wherever it is being counted."""
+        for counter in _present():
+            counter._sessions.append(session)
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        self._saved.append(tensor.detach())
+        return tensor.detach()
+
+    def _count(self, item: Any, found: dict[int, int]) -> None:
+        if isinstance(item, Tensor):
+            storage = item.untyped_storage()
+            if storage.data_ptr() not in self._uncounted:
+                found[storage.data_ptr()] = storage.nbytes()
+        elif hasattr(item, "nbytes"):
+            found[id(item)] = item.nbytes
+        else:
+            for part in item.memory:
+                self._count(part, found)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+_local = threading.local()
+
+
+def _present() -> list[SavedBytes]:
+    if not hasattr(_local, "present"):
+        _local.present = []
+    present: list[SavedBytes] = _local.present
+    return present
