@@ -53,7 +53,7 @@ class ActivationPolicy:
     attention: str = "scores"
     dropout: str = "bits"
     rest: str = "keep"
-    depth: int = 8
+    depth: int = 6
     min_bytes: int = 65536
 
     def __post_init__(self) -> None:

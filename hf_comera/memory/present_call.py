@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_comera.memory.call_kinds import draws_in_attention
 from hf_comera.memory.lineage import Call, Input, Lineage, Node, Place
 from hf_comera.memory.random_draws import RandomDraws
 from hf_comera.memory.sources import Saved
 
-__all__ = ["PresentCall"]
+__all__ = ["PLAIN_TYPES", "PresentCall"]
+
+PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
+"""Tensors with a storage of their own; fake ones only know their sizes, for estimates."""
 
 
 class PresentCall:
@@ -32,7 +36,7 @@ class PresentCall:
     ) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.tensors = list(_tensors_in((args, kwargs)))
-        self.is_plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in self.tensors)
+        self.is_plain = all(type(tensor) in PLAIN_TYPES for tensor in self.tensors)
         """Whether no argument is a stand-in, of whatever sort."""
         self.nodes = [lineage.node(tensor) for tensor in self.tensors] if self.is_plain else []
         self.waiting: list[tuple[int, Saved, Tensor]] = []

@@ -28,7 +28,7 @@ class SavedBytes:
     """
 
     def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
-        self._uncounted = {tensor.untyped_storage().data_ptr() for tensor in parameters}
+        self._uncounted = {tensor.untyped_storage()._cdata for tensor in parameters}
         self._saved: list[Tensor] = []
         self._sessions: list[Session] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, _as_it_is)
@@ -62,8 +62,8 @@ class SavedBytes:
     def _count(self, item: Any, found: dict[int, int]) -> None:
         if isinstance(item, Tensor):
             storage = item.untyped_storage()
-            if storage.data_ptr() not in self._uncounted:
-                found[storage.data_ptr()] = storage.nbytes()
+            if storage._cdata not in self._uncounted:
+                found[storage._cdata] = storage.nbytes()
         elif hasattr(item, "nbytes"):
             found[id(item)] = item.nbytes
         else:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from hf_comera.memory.call_kinds import (
@@ -23,7 +24,7 @@ from hf_comera.memory.call_kinds import (
 from hf_comera.memory.claims import Claims
 from hf_comera.memory.lineage import Call, Input, Lineage, Node, Place
 from hf_comera.memory.policy import ActivationPolicy
-from hf_comera.memory.present_call import PresentCall
+from hf_comera.memory.present_call import PLAIN_TYPES, PresentCall
 from hf_comera.memory.sources import Packed, Rerun, RerunOutput, Saved
 from hf_comera.ops.bit_mask import BitMask
 
@@ -80,7 +81,7 @@ class Session(TorchFunctionMode):
         return tuple(map(self._cast_one, arguments))
 
     def _cast_one(self, item: Any) -> Any:
-        if type(item) is not Tensor or item.dtype != torch.float32 or not item.requires_grad:
+        if type(item) not in (Tensor, FakeTensor) or item.dtype != torch.float32 or not item.requires_grad:
             return item
         kind = item.device.type
         if not torch.is_autocast_enabled(kind):
@@ -101,7 +102,7 @@ class Session(TorchFunctionMode):
 
     def _settle(self, present: PresentCall, result: Any) -> None:
         """Write down how ``result`` came about, and find sources for what was saved inside the call."""
-        node = self._recorded(present, result) if type(result) is Tensor and present.is_new(result) else None
+        node = self._recorded(present, result) if type(result) in PLAIN_TYPES and present.is_new(result) else None
         rerun = self._rerun(present, node)
         for index, saved, tensor in present.waiting:
             if saved.source is not None:
@@ -142,11 +143,14 @@ class Session(TorchFunctionMode):
         return None
 
     def _note_bias(self, present: PresentCall) -> None:
-        """What core attention makes of a mask of bools, once a layer, can be made from the mask again."""
+        """What core attention makes of a mask of bools, once a layer, can be made from the mask again.
+
+        Only on a CPU: elsewhere the program would wait to know whether the two are equal.
+        """
         masks = [pair for pair in zip(present.nodes, present.tensors, strict=True) if pair[1].dtype == torch.bool]
         for node, mask in masks:
             for _, saved, bias in present.waiting:
-                if bias.shape != mask.shape or bias.device.type != "cpu":  # on a GPU, equality would have to be read
+                if bias.shape != mask.shape or bias.device.type != "cpu" or type(bias) is not Tensor:
                     continue
                 if torch.equal(bias, bias_of_mask(mask, bias.dtype)):
                     call = Call(bias_of_mask, (Input(0), bias.dtype), {}, "functions", [(node, Place.of(mask))], None)
