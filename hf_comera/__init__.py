@@ -17,7 +17,7 @@ from hf_comera.hub.cards import write_model_card
 from hf_comera.hub.model import is_comera_model, merge_and_unload
 from hf_comera.hub.push import push_to_hub
 from hf_comera.hub.quantizer import register
-from hf_comera.memory import ActivationPolicy, set_activation_policy
+from hf_comera.memory import ActivationPolicy, MemoryEstimate, estimate_memory, set_activation_policy
 from hf_comera.optim import CoatAdamW, TTMuon, comera_param_groups
 from hf_comera.training import (
     ComeraCallback,
@@ -42,6 +42,7 @@ __all__ = [
     "CompressionPlan",
     "Explanation",
     "GraphedStep",
+    "MemoryEstimate",
     "RankAdaptation",
     "RankAdapter",
     "RankReport",
@@ -49,6 +50,7 @@ __all__ = [
     "TTMuon",
     "add_rank_gates",
     "comera_param_groups",
+    "estimate_memory",
     "explain",
     "fold_rank_gates",
     "get_comera_model",

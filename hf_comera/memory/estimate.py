@@ -25,7 +25,7 @@ from hf_comera.memory.live_bytes import LiveBytes
 from hf_comera.memory.policy import NAMED_POLICIES, ActivationPolicy, as_policy
 from hf_comera.memory.saved_bytes import SavedBytes
 
-__all__ = ["MemoryEstimate", "PolicyMemory", "estimate_memory"]
+__all__ = ["MemoryEstimate", "PolicyMemory", "activation_bytes_by_megatron", "estimate_memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +126,15 @@ def estimate_memory(
     return MemoryEstimate(
         weights=step.weights, gradients=gradients, optimizer=step.optimizer_bytes(), policies=found, batch=shapes
     )
+
+
+def activation_bytes_by_megatron(seq_len: int, batch_size: int, hidden_size: int, num_heads: int) -> int:
+    """Bytes that a layer keeps without a policy: 16 bits an entry, masks of bytes, stored scores, FFN of 4 h.
+
+    Source:
+        Korthikanti et al., arXiv:2205.05198, section 4.1: ``s b h (34 + 5 a s / h)``.
+    """
+    return seq_len * batch_size * (34 * hidden_size + 5 * num_heads * seq_len)
 
 
 class _FakeStep:
