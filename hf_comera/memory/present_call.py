@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_comera.memory.call_kinds import draws_in_attention
-from hf_comera.memory.lineage import Call, Input, Lineage, Node, Place
+from hf_comera.memory.lineage import Call, Input, Lineage, Node, Place, is_plain
 from hf_comera.memory.random_draws import RandomDraws
 from hf_comera.memory.sources import Saved
 
@@ -32,7 +32,7 @@ class PresentCall:
     ) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.tensors = list(_tensors_in((args, kwargs)))
-        self.is_plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in self.tensors)
+        self.is_plain = all(map(is_plain, self.tensors))
         """Whether no argument is a stand-in, of whatever sort."""
         self.nodes = [lineage.node(tensor) for tensor in self.tensors] if self.is_plain else []
         self.waiting: list[tuple[int, Saved, Tensor]] = []
@@ -53,10 +53,12 @@ class PresentCall:
         self.waiting.append((self.num_saved - 1, saved, tensor.detach()))
         return saved
 
-    def is_new(self, result: Tensor) -> bool:
+    def is_new(self, result: Any) -> bool:
         """Whether ``result`` has a storage of its own, so that it is no view and no argument changed in place."""
+        if not self.is_plain or not isinstance(result, Tensor) or not is_plain(result):
+            return False
         storage = result.untyped_storage()._cdata
-        return self.is_plain and all(storage != tensor.untyped_storage()._cdata for tensor in self.tensors)
+        return all(storage != tensor.untyped_storage()._cdata for tensor in self.tensors)
 
     def as_call(self, kind: str) -> Call:
         """What is needed to make the call again."""
