@@ -60,8 +60,11 @@ class PresentCall:
         storage = result.untyped_storage()._cdata
         return all(storage != tensor.untyped_storage()._cdata for tensor in self.tensors)
 
-    def as_call(self, kind: str) -> Call:
-        """What is needed to make the call again."""
+    def as_call(self, kind: str, result: Tensor) -> Call:
+        """What is needed to make the call again.
+
+        Without tensors to go by, dtype and device are defaults of forward, which may be others in backward.
+        """
         device_type = self.tensors[0].device.type if self.tensors else "cpu"
         autocast = None
         if torch.is_autocast_enabled(device_type):
@@ -71,6 +74,8 @@ class PresentCall:
         parents: list[tuple[Node, Place]] = [
             (node, Place.of(tensor)) for node, tensor in zip(self.nodes, self.tensors, strict=True)
         ]
+        if not self.tensors:
+            kwargs = {**kwargs, "dtype": result.dtype, "device": result.device}
         return Call(self.func, args, kwargs, kind, parents, autocast)
 
 

@@ -140,7 +140,7 @@ class Session(TorchFunctionMode):
             return self.lineage.add(result, None)
         if kind == "attention":
             self._note_bias(present)
-        return self.lineage.add(result, self._dropout(present) if kind == "dropout" else present.as_call(kind))
+        return self.lineage.add(result, self._dropout(present) if kind == "dropout" else present.as_call(kind, result))
 
     def _dropout(self, present: PresentCall) -> Call | None:
         """Applying the same mask again, if one was saved."""

@@ -152,7 +152,17 @@ def recurrent(module, x):
     return module.recurrent(x)[0].exp()
 
 
+def in_another_default_dtype(module, x):
+    torch.set_default_dtype(torch.float64)
+    try:
+        thirds = torch.ones(4, 6, 8) / 3
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return (module.first(x) * thirds).float() * x
+
+
 USES = {
+    "another default dtype": in_another_default_dtype,
     "chunks": chunks,
     "slices": slices,
     "unbind": unbound,
