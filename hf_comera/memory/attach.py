@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hf_comera.memory.policy import ActivationPolicy, as_policy
+from hf_comera.memory.policy import NAMED_POLICIES, ActivationPolicy, as_policy
 from hf_comera.memory.saved_bytes import SavedBytes
 from hf_comera.memory.session import Session
 
@@ -20,13 +22,14 @@ def set_activation_policy(model: nn.Module, policy: str | ActivationPolicy | Non
     """Decide what becomes of the tensors that autograd keeps during ``model(...)``.
 
     The policy holds from the beginning to the end of the model's forward, loss included where the model computes it.
-    It has no effect where no gradient is recorded, in compiled code, and inside of other saved-tensor hooks such as
-    those of gradient checkpointing, which then decide; both of the latter are said once.
+    It has no effect where no gradient is recorded; nor, which is said once, in compiled code, under a transform of
+    ``torch.func``, and inside of other saved-tensor hooks such as those of gradient checkpointing, which then decide.
 
     Args:
         model: Any module; dense or in tensor-train form. A policy on a part of it holds for that part.
-        policy: ``"keep"`` (as without a policy), ``"rank"`` (exact: rebuild what is cheap), ``"rank+fp8"`` (what is
-            left in FP8), ``"fp8"`` (all in FP8), or an :class:`ActivationPolicy`.
+        policy: ``"keep"`` (as without a policy, also in a part of a model that has another), ``"rank"`` (exact:
+            rebuild what is cheap), ``"rank+fp8"`` (what is left in FP8), ``"fp8"`` (all in FP8), an
+            :class:`ActivationPolicy`; or None, which takes a policy off.
 
     Raises:
         ValueError: If there is no policy of that name.
@@ -46,13 +49,21 @@ def activation_policy(model: nn.Module) -> ActivationPolicy | None:
     return begins[0].policy if begins else None
 
 
+class _Entered(NamedTuple):
+    """A forward under way."""
+
+    model: nn.Module
+    session: Session | None
+    frame: FrameType
+
+
 _local = threading.local()
 
 
-def _entered() -> list[tuple[nn.Module, Session | None]]:
+def _entered() -> list[_Entered]:
     if not hasattr(_local, "entered"):
         _local.entered = []
-    entered: list[tuple[nn.Module, Session | None]] = _local.entered
+    entered: list[_Entered] = _local.entered
     return entered
 
 
@@ -61,28 +72,41 @@ class _Begin:
 
     def __init__(self, policy: ActivationPolicy) -> None:
         self.policy = policy
+        self._has_warned = False
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
+            _warn_of_compiler()
             return
+        _leave_interrupted()
         session = Session(self.policy) if self._applies() else None
         if session is not None:
             SavedBytes.add(session)
             session.__enter__()
-        _entered().append((model, session))
+        _entered().append(_Entered(model, session, sys._getframe(1)))
 
     def _applies(self) -> bool:
         if not torch.is_grad_enabled() or torch._C._get_tracing_state():
             return False
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is None or isinstance(getattr(hooks[0], "__self__", None), Session | SavedBytes):
+        owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+        if self.policy == NAMED_POLICIES["keep"] and not isinstance(owner, Session):
+            return False
+        if torch._C._are_functorch_transforms_active() or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+            self._warn("where saved-tensor hooks are not allowed, such as under a transform of torch.func")
+            return False
+        if hooks is None or isinstance(owner, Session | SavedBytes):
             return True
-        warnings.warn(
-            "An activation policy has no effect inside of other saved-tensor hooks, such as those of gradient "
-            "checkpointing around the model: they decide what is kept. Use one of the two.",
-            stacklevel=2,
+        self._warn(
+            "inside of other saved-tensor hooks, such as those of gradient checkpointing around the model: they "
+            "decide what is kept. Use one of the two"
         )
         return False
+
+    def _warn(self, where: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"An activation policy has no effect {where}.", stacklevel=4)
 
 
 class _End:
@@ -90,10 +114,36 @@ class _End:
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
         entered = _entered()
-        if entered and entered[-1][0] is model and not torch.compiler.is_compiling():
-            session = entered.pop()[1]
+        if entered and entered[-1].model is model and not torch.compiler.is_compiling():
+            session = entered.pop().session
             if session is not None:
                 session.__exit__(None, None, None)
+
+
+@torch.compiler.assume_constant_result
+def _warn_of_compiler() -> None:
+    """Called once a compilation, by the compiler."""
+    warnings.warn(
+        "An activation policy has no effect in compiled code: the compiler decides what is kept.", stacklevel=1
+    )
+
+
+def _leave_interrupted() -> None:
+    """End forwards that were left without the hook after them: by what is no ``Exception``, such as Ctrl-C."""
+    entered, running = _entered(), set()
+    if not entered:
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        running.add(frame)
+        frame = frame.f_back
+    while entered and entered[-1].frame not in running:
+        session = entered[-1].session
+        if session is not None:
+            if not session.is_innermost():  # another time
+                return
+            session.__exit__(None, None, None)
+        entered.pop()
 
 
 def _remove(model: nn.Module, key: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_comera.memory.lineage import Lineage, Node, Place
 from hf_comera.memory.policy import ActivationPolicy
-from hf_comera.memory.sources import Kept, Packed, Rebuilt, RerunOutput, Source
+from hf_comera.memory.sources import Kept, Packed, Rebuilt, RerunOutput, Source, Whole
 from hf_comera.ops.bit_mask import BitMask
 from hf_comera.ops.fp8_activations import store_by_group, store_by_tensor
 
@@ -32,7 +32,7 @@ class Claims:
         """The source of a tensor on the storage of ``node``; for_product: FP8 has one scale for all of it."""
         source = node.find_source()
         if source is None and self.is_large(tensor):
-            source = self._rebuilt(node, storage_bytes(tensor))
+            source = self._rebuilt(node, storage_bytes(tensor), self.policy.depth)
         if source is None:
             source = self._in_fp8(node, tensor, for_product) or self._as_bits(tensor) or Kept(tensor)
         if isinstance(source, Rebuilt):
@@ -44,6 +44,12 @@ class Claims:
         node = self.lineage.node(tensor)
         return self.note(node, node.find_source() or self._as_bits(tensor) or Kept(tensor))
 
+    def keep_whole(self, tensor: Tensor) -> Source:
+        """The source of a tensor that is not plain, which is kept as it is."""
+        source = Whole(tensor)
+        self.sources.add(source)
+        return source
+
     def note(self, node: Node, source: Source) -> Source:
         """Make ``source`` that of ``node``."""
         node.source = weakref.ref(source)
@@ -54,15 +60,18 @@ class Claims:
         """Whether something can be spared."""
         return storage_bytes(tensor) >= self.policy.min_bytes
 
-    def _rebuilt(self, node: Node, worth: int) -> Source | None:
-        """The source of ``node`` without keeping anything that is not much smaller than ``worth`` bytes."""
+    def _rebuilt(self, node: Node, worth: int, depth: int) -> Source | None:
+        """The source of ``node`` without keeping anything that is not much smaller than ``worth`` bytes.
+
+        At most ``depth`` tensors are rebuilt one from another for it.
+        """
         source = node.find_source()
         if source is not None:
             return source
-        if node.parameter is not None:
+        if node.parameter is not None and node.parameter._version == node.version:
             return Kept(node.parameter)
         call = node.call
-        if call is None or not self.policy.rebuilds(call.kind):
+        if depth == 0 or call is None or not self.policy.rebuilds(call.kind):
             return self._much_smaller(node, worth)
         rerun = None if call.rerun is None else call.rerun()
         if rerun is not None:
@@ -71,7 +80,7 @@ class Claims:
             return None
         sources = []
         for parent, _ in call.parents:
-            source = self._rebuilt(parent, worth)
+            source = self._rebuilt(parent, worth, depth - 1)
             if source is None:
                 return self._much_smaller(node, worth)
             sources.append(source)

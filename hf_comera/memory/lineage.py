@@ -12,12 +12,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 if TYPE_CHECKING:
     from hf_comera.memory.sources import Rerun, Source
 
-__all__ = ["Call", "Input", "Lineage", "Node", "Place"]
+__all__ = ["Call", "Input", "Lineage", "Node", "Place", "is_plain"]
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is all that lies at its place of its storage, and tells when it is written to.
+
+    Stand-ins of any sort are not; nor are sparse, nested and conjugated tensors, those that a transform of
+    ``torch.func`` follows, and those made in inference mode.
+    """
+    if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 class Place(NamedTuple):

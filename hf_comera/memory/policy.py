@@ -78,13 +78,12 @@ class ActivationPolicy:
 
 _NOTHING: dict[str, Any] = dict.fromkeys(("products", "functions", "norms", "sums", "attention"), "keep")
 
-NAMED_POLICIES: dict[str, ActivationPolicy | None] = {
-    "keep": None,
+NAMED_POLICIES = {
+    "keep": ActivationPolicy(**_NOTHING, dropout="keep"),
     "rank": ActivationPolicy(),
     "rank+fp8": ActivationPolicy(rest="fp8"),
     "fp8": ActivationPolicy(**_NOTHING, rest="fp8"),
 }
-"""None is torch's own way, without any hook."""
 
 
 def as_policy(policy: str | ActivationPolicy | None) -> ActivationPolicy | None:
@@ -95,7 +94,7 @@ def as_policy(policy: str | ActivationPolicy | None) -> ActivationPolicy | None:
     """
     if policy is None or isinstance(policy, ActivationPolicy):
         return policy
-    if policy not in NAMED_POLICIES:
+    if not isinstance(policy, str) or policy not in NAMED_POLICIES:
         names = ", ".join(map(repr, NAMED_POLICIES))
         raise ValueError(f"activation policy {policy!r} is unknown. Use one of {names}, or an ActivationPolicy(...).")
     return NAMED_POLICIES[policy]

@@ -8,18 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_comera.memory.call_kinds import draws_in_attention
-from hf_comera.memory.lineage import Call, Input, Lineage, Node, Place
+from hf_comera.memory.lineage import Call, Input, Lineage, Node, Place, is_plain
 from hf_comera.memory.random_draws import RandomDraws
 from hf_comera.memory.sources import Saved
 
-__all__ = ["PLAIN_TYPES", "PresentCall"]
-
-PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
-"""Tensors with a storage of their own; fake ones only know their sizes, for estimates."""
-
+__all__ = ["PresentCall"]
 
 class PresentCall:
     """Arguments with their nodes; and in order what is saved, of which some can get a source only afterwards.
@@ -36,7 +31,7 @@ class PresentCall:
     ) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.tensors = list(_tensors_in((args, kwargs)))
-        self.is_plain = all(type(tensor) in PLAIN_TYPES for tensor in self.tensors)
+        self.is_plain = all(map(is_plain, self.tensors))
         """Whether no argument is a stand-in, of whatever sort."""
         self.nodes = [lineage.node(tensor) for tensor in self.tensors] if self.is_plain else []
         self.waiting: list[tuple[int, Saved, Tensor]] = []
@@ -57,13 +52,18 @@ class PresentCall:
         self.waiting.append((self.num_saved - 1, saved, tensor.detach()))
         return saved
 
-    def is_new(self, result: Tensor) -> bool:
+    def is_new(self, result: Any) -> bool:
         """Whether ``result`` has a storage of its own, so that it is no view and no argument changed in place."""
+        if not self.is_plain or not isinstance(result, Tensor) or not is_plain(result):
+            return False
         storage = result.untyped_storage()._cdata
-        return self.is_plain and all(storage != tensor.untyped_storage()._cdata for tensor in self.tensors)
+        return all(storage != tensor.untyped_storage()._cdata for tensor in self.tensors)
 
-    def as_call(self, kind: str) -> Call:
-        """What is needed to make the call again."""
+    def as_call(self, kind: str, result: Tensor) -> Call:
+        """What is needed to make the call again.
+
+        Without tensors to go by, dtype and device are defaults of forward, which may be others in backward.
+        """
         device_type = self.tensors[0].device.type if self.tensors else "cpu"
         autocast = None
         if torch.is_autocast_enabled(device_type):
@@ -73,6 +73,8 @@ class PresentCall:
         parents: list[tuple[Node, Place]] = [
             (node, Place.of(tensor)) for node, tensor in zip(self.nodes, self.tensors, strict=True)
         ]
+        if not self.tensors:
+            kwargs = {**kwargs, "dtype": result.dtype, "device": result.device}
         return Call(self.func, args, kwargs, kind, parents, autocast)
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_comera.memory.lineage import is_plain
 from hf_comera.memory.session import Session
+from hf_comera.memory.sources import Saved, Whole
 
 __all__ = ["SavedBytes"]
 
 
 class SavedBytes:
     """Context in which what autograd saves is counted; each storage once.
+
+    It counts what is still kept when the context is left; of tensors that are more than a storage, their entries.
 
     ::
 
@@ -29,9 +34,9 @@ class SavedBytes:
 
     def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
         self._uncounted = {tensor.untyped_storage()._cdata for tensor in parameters}
-        self._saved: list[Tensor] = []
+        self._saved: weakref.WeakSet[Whole] = weakref.WeakSet()
         self._sessions: list[Session] = []
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, _as_it_is)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, Saved.tensor)
         self.total = 0
         """Bytes, once the context has been left."""
 
@@ -47,7 +52,7 @@ class SavedBytes:
         for item in [*self._saved, *(source for session in self._sessions for source in session.claims.sources)]:
             self._count(item, found)
         self.total = sum(found.values())
-        self._saved, self._sessions = [], []
+        self._sessions = []
 
     @staticmethod
     def add(session: Session) -> None:
@@ -55,24 +60,23 @@ class SavedBytes:
         for counter in _present():
             counter._sessions.append(session)
 
-    def _note(self, tensor: Tensor) -> Tensor:
-        self._saved.append(tensor.detach())
-        return tensor.detach()
+    def _note(self, tensor: Tensor) -> Saved:
+        source = Whole(tensor)
+        self._saved.add(source)
+        return Saved(source, None)
 
     def _count(self, item: Any, found: dict[int, int]) -> None:
-        if isinstance(item, Tensor):
+        if isinstance(item, Tensor) and is_plain(item):
             storage = item.untyped_storage()
             if storage._cdata not in self._uncounted:
                 found[storage._cdata] = storage.nbytes()
+        elif isinstance(item, Tensor):
+            found[id(item)] = item.numel() * item.itemsize
         elif hasattr(item, "nbytes"):
             found[id(item)] = item.nbytes
         else:
             for part in item.memory:
                 self._count(part, found)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 _local = threading.local()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from hf_comera.memory.call_kinds import (
     UNRECORDED,
@@ -22,9 +22,9 @@ from hf_comera.memory.call_kinds import (
     weight_among,
 )
 from hf_comera.memory.claims import Claims
-from hf_comera.memory.lineage import Call, Input, Lineage, Node, Place
+from hf_comera.memory.lineage import Call, Input, Lineage, Node, Place, is_plain
 from hf_comera.memory.policy import ActivationPolicy
-from hf_comera.memory.present_call import PLAIN_TYPES, PresentCall
+from hf_comera.memory.present_call import PresentCall
 from hf_comera.memory.sources import Packed, Rerun, RerunOutput, Saved
 from hf_comera.ops.bit_mask import BitMask
 
@@ -40,23 +40,31 @@ class Session(TorchFunctionMode):
         self.lineage = Lineage()
         self.claims = Claims(policy, self.lineage)
         self._calls: list[PresentCall] = []
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, Saved.tensor)
+        self._hooks: Any = None
 
     def __enter__(self) -> Session:
         super().__enter__()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, Saved.tensor)
         self._hooks.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._hooks.__exit__(*exception)
+        self._hooks = None  # it refers to this session, which would live on with all parameters
         super().__exit__(*exception)
+
+    def is_innermost(self) -> bool:
+        """Whether nothing of either sort has been entered since."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        modes = _get_current_function_mode_stack()
+        return bool(modes) and modes[-1] is self and hooks is not None and hooks[0] == self._pack
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Make the call, and write down how its result came about."""
         kwargs = kwargs or {}
-        if func in UNRECORDED:
+        if func in UNRECORDED or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if not torch.is_grad_enabled() or "out" in kwargs:  # within autograd functions
             self._mark_weight(func, args)
@@ -90,11 +98,14 @@ class Session(TorchFunctionMode):
 
     def _pack(self, tensor: Tensor) -> Saved:
         with torch._C.DisableTorchFunction():
-            node, present = self.lineage.find(tensor), self._calls[-1] if self._calls else None
+            present = self._calls[-1] if self._calls else None
             if present is not None:
                 present.num_saved += 1
-                if node is None:
-                    return present.wait(tensor)
+            if not is_plain(tensor):
+                return Saved(self.claims.keep_whole(tensor), None)
+            node = self.lineage.find(tensor)
+            if node is None and present is not None:
+                return present.wait(tensor)
             if node is None:
                 return Saved(self.claims.keep(tensor), Place.of(tensor))
             for_product = present is not None and is_product(present.func)
@@ -102,7 +113,9 @@ class Session(TorchFunctionMode):
 
     def _settle(self, present: PresentCall, result: Any) -> None:
         """Write down how ``result`` came about, and find sources for what was saved inside the call."""
-        node = self._recorded(present, result) if type(result) in PLAIN_TYPES and present.is_new(result) else None
+        node = self._recorded(present, result) if present.is_new(result) else None
+        if present.func == Tensor.data.__get__:  # what is written to its result is not seen
+            self.lineage.add(present.tensors[0], None)
         rerun = self._rerun(present, node)
         for index, saved, tensor in present.waiting:
             if saved.source is not None:
@@ -118,7 +131,7 @@ class Session(TorchFunctionMode):
 
     def _mark_weight(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         weight = weight_among(func, args)
-        if weight is not None:
+        if weight is not None and is_plain(weight):
             self.lineage.node(weight).is_weight = True
 
     def _recorded(self, present: PresentCall, result: Tensor) -> Node:
@@ -128,13 +141,13 @@ class Session(TorchFunctionMode):
             return self.lineage.add(result, None)
         if kind == "attention":
             self._note_bias(present)
-        return self.lineage.add(result, self._dropout(present) if kind == "dropout" else present.as_call(kind))
+        return self.lineage.add(result, self._dropout(present) if kind == "dropout" else present.as_call(kind, result))
 
     def _dropout(self, present: PresentCall) -> Call | None:
         """Applying the same mask again, if one was saved."""
         x = present.tensors[0]
         for _, saved, mask in present.waiting:
-            if mask.shape == x.shape and self.policy.dropout == "bits":
+            if mask.shape == x.shape and self.policy.dropout == "bits" and self.claims.is_large(mask):
                 node = self.lineage.add(mask, None)
                 saved.source = self.claims.note(node, Packed(BitMask.of(mask), saved.place))
                 args = Input(0), Input(1), 1 - dropped_share(present.args, present.kwargs)

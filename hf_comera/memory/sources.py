@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 
-from hf_comera.memory.lineage import Call, Place
+from hf_comera.memory.lineage import Call, Place, is_plain
 from hf_comera.memory.random_draws import RandomDraws
 
-__all__ = ["Kept", "Packed", "Rebuilt", "Rerun", "RerunOutput", "Saved", "Source"]
+__all__ = ["Kept", "Packed", "Rebuilt", "Rerun", "RerunOutput", "Saved", "Source", "Whole"]
 
 
 class Source(Protocol):
@@ -30,7 +31,7 @@ class Source(Protocol):
     """What lies in memory for it: tensors, and other sources."""
     __weakref__: Any
 
-    def at(self, place: Place) -> Tensor:
+    def at(self, place: Any) -> Tensor:
         """The tensor at ``place`` of the storage, without a gradient."""
 
 
@@ -39,7 +40,7 @@ class Saved:
 
     __slots__ = ("place", "source")
 
-    def __init__(self, source: Source | None, place: Place) -> None:
+    def __init__(self, source: Source | None, place: Place | None) -> None:
         self.source, self.place = source, place
 
     def tensor(self) -> Tensor:
@@ -52,7 +53,7 @@ class Kept:
     """A tensor as it is.
 
     Raises:
-        RuntimeError: From :meth:`at`, if it was changed in place since.
+        RuntimeError: From :meth:`at`, if it was changed in place or freed since.
     """
 
     depth = 0
@@ -61,18 +62,37 @@ class Kept:
         self.alias = tensor.detach()
         self.version = tensor._version
         self.memory: list[Any] = [self.alias]
+        self._num_bytes = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
 
     def at(self, place: Place) -> Tensor:
         """See :class:`Source`."""
+        self.check()
+        if place == Place.of(self.alias):
+            return self.alias.detach()
+        return _on_storage_of(self.alias, place, place.offset)
+
+    def check(self) -> None:
+        """Refuse a tensor that is not what it was."""
         if self.alias._version != self.version:
             raise RuntimeError(
                 f"A tensor of shape {tuple(self.alias.shape)} that is needed for backward was changed in place: it is "
                 f"at version {self.alias._version}, expected version {self.version}. Change a copy of it instead."
             )
-        alias = self.alias if self.alias.dtype == place.dtype else self.alias.view(place.dtype)
-        if place == Place.of(alias):
-            return alias.detach()
-        return alias.as_strided(place.size, place.stride, place.offset)
+        if self._num_bytes and self.alias.untyped_storage().nbytes() < self._num_bytes:
+            raise RuntimeError(
+                f"A tensor of shape {tuple(self.alias.shape)} that is needed for backward was freed, as sharded "
+                "parameters are between forward and backward. Set an activation policy on each part of the model that "
+                "is sharded by itself instead of one on the whole."
+            )
+
+
+class Whole(Kept):
+    """A tensor as it is, of a sort that is more than a place in a storage."""
+
+    def at(self, place: None) -> Tensor:
+        """See :class:`Source`."""
+        self.check()
+        return self.alias.detach()
 
 
 class _Made:
@@ -99,7 +119,8 @@ class _Made:
                 _forget_after_backward(self)
         if place == self.place:
             return made.detach()
-        return made.as_strided(place.size, place.stride, place.offset - self.place.offset + made.storage_offset())
+        start = made.storage_offset() - self.place.offset
+        return _on_storage_of(made, place, place.offset + start * made.itemsize // place.dtype.itemsize)
 
 
 class Packed(_Made):
@@ -146,6 +167,7 @@ class Rerun:
         self.memory: list[Any] = [*sources, *([] if draws is None else draws.memory)]
         self.depth = max((source.depth for source in sources), default=0) + 1
         self.made: list[Tensor] | None = None
+        self._kernels = _cur_sdpa_kernel_backends(with_priority=True)
 
     def results(self) -> list[Tensor]:
         """What was saved, in order, and last the output."""
@@ -156,11 +178,17 @@ class Rerun:
             saved: list[Tensor] = []
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _unused)
             same = nullcontext() if self.draws is None else self.draws.repeated()
-            with torch._C.DisableTorchFunction(), torch.enable_grad(), hooks, same:
+            with torch._C.DisableTorchFunction(), torch.enable_grad(), hooks, same, self._same_kernels():
                 output = self.call(tensors)
             self.made = [*saved, output.detach()]
             _forget_after_backward(self)
         return self.made
+
+    def _same_kernels(self) -> AbstractContextManager[Any]:
+        """Those of core attention that could be chosen from in forward: each saves other tensors."""
+        if self._kernels == _cur_sdpa_kernel_backends(with_priority=True):
+            return nullcontext()
+        return sdpa_kernel(self._kernels, set_priority=True)
 
 
 class RerunOutput(_Made):
@@ -180,6 +208,13 @@ def _unused(_: Any) -> Tensor:
     raise RuntimeError("The graph of a call that was run again has no backward.")
 
 
+def _on_storage_of(tensor: Tensor, place: Place, offset: int) -> Tensor:
+    if place.dtype == tensor.dtype:
+        return tensor.as_strided(place.size, place.stride, offset)
+    other = torch.empty(0, dtype=place.dtype, device=tensor.device)
+    return other.set_(tensor.untyped_storage(), offset, place.size, place.stride)
+
+
 def _laid_out(tensor: Tensor, place: Place) -> Tensor:
     """``tensor`` with the strides of ``place``."""
     if tensor.stride() == place.stride or tensor.numel() < 2:
@@ -187,8 +222,9 @@ def _laid_out(tensor: Tensor, place: Place) -> Tensor:
     return tensor.new_empty_strided(place.size, place.stride).copy_(tensor)
 
 
-_made_in: dict[int, weakref.WeakSet[_Made | Rerun]] = {}
-"""Sources that hold a tensor until a backward, given by its number, is over."""
+_made_in: weakref.WeakValueDictionary[int, weakref.WeakSet[_Made | Rerun]] = weakref.WeakValueDictionary()
+"""Sources that hold a tensor until a backward, given by its number, is over. It alone holds the set: so it is gone
+after a backward that raised, and others, on other threads or around this one, are left alone."""
 
 
 def _forget_after_backward(source: _Made | Rerun) -> None:
@@ -196,13 +232,13 @@ def _forget_after_backward(source: _Made | Rerun) -> None:
     task = torch._C._current_graph_task_id()
     if task == -1:
         return
-    if task not in _made_in:
-        _made_in.clear()  # of a backward that raised
-        _made_in[task] = weakref.WeakSet()
-        torch.autograd.Variable._execution_engine.queue_callback(partial(_forget, task))
-    _made_in[task].add(source)
+    sources = _made_in.get(task)
+    if sources is None:
+        sources = _made_in[task] = weakref.WeakSet()
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_forget, sources))
+    sources.add(source)
 
 
-def _forget(task: int) -> None:
-    for source in list(_made_in.pop(task, ())):
+def _forget(sources: weakref.WeakSet[_Made | Rerun]) -> None:
+    for source in list(sources):
         source.made = None
