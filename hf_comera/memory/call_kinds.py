@@ -21,6 +21,7 @@ __all__ = [
     "is_product",
     "kind_of",
     "weight_among",
+    "writes_arguments",
 ]
 
 _OWNERS = (torch, Tensor, functional, torch.special)
@@ -95,6 +96,12 @@ def draws_in_attention(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 def dropped_share(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
     """The ``p`` of a call of dropout."""
     return float(kwargs.get("p", args[1] if len(args) > 1 else 0.5))
+
+
+def writes_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the call changes what it is given, as looking up an embedding with a largest norm does."""
+    max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 else None)
+    return func is functional.embedding and max_norm is not None
 
 
 def bias_of_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:

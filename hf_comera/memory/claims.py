@@ -67,6 +67,8 @@ class Claims:
         """
         source = node.find_source()
         if source is not None:
+            if isinstance(source, Rebuilt):
+                source.shared = True
             return source
         if node.parameter is not None and node.parameter._version == node.version:
             return Kept(node.parameter)
@@ -94,7 +96,7 @@ class Claims:
         tensor = node.tensor()
         if tensor is None or self.lineage.find(tensor) is not node or 4 * storage_bytes(tensor) > worth:
             return None
-        return self.note(node, Kept(tensor))
+        return self.note(node, Kept(tensor.detach().clone()))  # autograd does not mind if it is written to
 
     def _in_fp8(self, node: Node, tensor: Tensor, for_product: bool) -> Source | None:
         if self.policy.rest != "fp8" or node.is_weight or not tensor.requires_grad or not self.is_large(tensor):

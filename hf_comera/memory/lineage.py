@@ -1,6 +1,6 @@
 """How the tensors of a forward pass came about: for each storage the call that filled it, and what it was given.
 
-Nothing here holds a tensor of the model: a storage that nobody else needs is freed as ever, and its entry with it.
+Nothing here holds a tensor but parameters: a storage that nobody else needs is freed as ever, and its entry with it.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Call:
     kwargs: dict[str, Any]
     kind: str
     parents: list[tuple[Node, Place]]
-    autocast: tuple[str, torch.dtype] | None
-    """Device type and dtype, where autocast was on."""
+    autocast: tuple[str, torch.dtype | None] | None
+    """Device type, where it has autocast, and the dtype if that was on."""
     rerun: weakref.ref[Rerun] | None = None
     """What makes the call again with all that autograd saves inside it, if something needs that."""
 
@@ -74,9 +74,9 @@ class Call:
         """Make the call again with ``tensors`` for its parents."""
         args, kwargs = _fill(self.args, tensors), _fill(self.kwargs, tensors)
         if self.autocast is None:
-            with torch.autocast(tensors[0].device.type if tensors else "cpu", enabled=False):
-                return self.func(*args, **kwargs)
-        with torch.autocast(*self.autocast):
+            return self.func(*args, **kwargs)
+        device_type, dtype = self.autocast
+        with torch.autocast(device_type, dtype, enabled=dtype is not None):
             return self.func(*args, **kwargs)
 
 
@@ -131,10 +131,18 @@ class Lineage:
     def add(self, tensor: Tensor, call: Call | None) -> Node:
         """Write down that ``call`` has filled the storage of ``tensor``."""
         storage = StorageWeakRef(tensor.untyped_storage())
-        parameter = tensor.detach() if type(tensor) is torch.nn.Parameter else None
+        base = tensor if tensor._base is None else tensor._base
+        parameter = base.detach() if type(base) is torch.nn.Parameter else None
         node = Node(tensor._version, Place.of(tensor), weakref.ref(tensor), parameter, call)
         self._nodes[storage.cdata] = (node, storage)
         if len(self._nodes) > self._sweep_at:
             self._nodes = {key: entry for key, entry in self._nodes.items() if not entry[1].expired()}
             self._sweep_at = 1024 + 2 * len(self._nodes)
         return node
+
+    def clear(self) -> None:
+        """Forget all, and let calls that live on in recipes go of what came before."""
+        for node, _ in self._nodes.values():
+            if node.call is not None:
+                node.call.parents = []
+        self._nodes = {}

@@ -16,6 +16,7 @@ from hf_comera.memory.sources import Saved
 
 __all__ = ["PresentCall"]
 
+
 class PresentCall:
     """Arguments with their nodes; and in order what is saved, of which some can get a source only afterwards.
 
@@ -32,7 +33,7 @@ class PresentCall:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.tensors = list(_tensors_in((args, kwargs)))
         self.is_plain = all(map(is_plain, self.tensors))
-        """Whether no argument is a stand-in, of whatever sort."""
+        """Whether no argument is a stand-in, of whatever sort, or lies in an unusual container."""
         self.nodes = [lineage.node(tensor) for tensor in self.tensors] if self.is_plain else []
         self.waiting: list[tuple[int, Saved, Tensor]] = []
         """What was made inside: its position among what is saved, and an alias."""
@@ -64,10 +65,10 @@ class PresentCall:
 
         Without tensors to go by, dtype and device are defaults of forward, which may be others in backward.
         """
-        device_type = self.tensors[0].device.type if self.tensors else "cpu"
-        autocast = None
-        if torch.is_autocast_enabled(device_type):
-            autocast = (device_type, torch.get_autocast_dtype(device_type))
+        autocast, device_type = None, result.device.type
+        if torch.amp.is_autocast_available(device_type):
+            is_on = torch.is_autocast_enabled(device_type)
+            autocast = (device_type, torch.get_autocast_dtype(device_type) if is_on else None)
         inputs = iter(range(len(self.tensors)))
         args, kwargs = _templated((self.args, self.kwargs), inputs)
         parents: list[tuple[Node, Place]] = [
@@ -78,12 +79,15 @@ class PresentCall:
         return Call(self.func, args, kwargs, kind, parents, autocast)
 
 
-def _tensors_in(arguments: Any) -> Iterator[Tensor]:
+def _tensors_in(arguments: Any) -> Iterator[Any]:
+    """The tensors among arguments, and the containers that could hide some: no template is made of those."""
     for item in arguments.values() if type(arguments) is dict else arguments:
         if isinstance(item, Tensor):
             yield item
         elif type(item) in (tuple, list, dict):
             yield from _tensors_in(item)
+        elif isinstance(item, (tuple, list, dict)) and type(item) is not torch.Size:
+            yield item
 
 
 def _templated(arguments: Any, inputs: Iterator[int]) -> Any:

@@ -25,8 +25,13 @@ class RandomDraws:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        self._state = _state(device)
         self._masks: list[BitMask] | None = []
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether what was drawn can be drawn again; not all of it can where a CUDA graph is captured."""
+        return self._masks is not None or self._state is not None
 
     @property
     def memory(self) -> list[Any]:
@@ -47,6 +52,8 @@ class RandomDraws:
             with _Repeat(self._masks):
                 yield
             return
+        if self._state is None:
+            raise RuntimeError("What a CUDA graph draws cannot be drawn again.")
         on_gpu = self.device.type == "cuda"
         with torch.random.fork_rng([self.device] if on_gpu else []):
             if on_gpu:
@@ -54,6 +61,12 @@ class RandomDraws:
             else:
                 torch.set_rng_state(self._state)
             yield
+
+
+def _state(device: torch.device) -> torch.Tensor | None:
+    if device.type != "cuda":
+        return torch.get_rng_state()
+    return None if torch.cuda.is_current_stream_capturing() else torch.cuda.get_rng_state(device)
 
 
 class _Record(TorchDispatchMode):

@@ -20,6 +20,7 @@ from hf_comera.memory.call_kinds import (
     is_product,
     kind_of,
     weight_among,
+    writes_arguments,
 )
 from hf_comera.memory.claims import Claims
 from hf_comera.memory.lineage import Call, Input, Lineage, Node, Place, is_plain
@@ -52,6 +53,7 @@ class Session(TorchFunctionMode):
         self._hooks.__exit__(*exception)
         self._hooks = None  # it refers to this session, which would live on with all parameters
         super().__exit__(*exception)
+        self.lineage.clear()
 
     def is_innermost(self) -> bool:
         """Whether nothing of either sort has been entered since."""
@@ -71,6 +73,7 @@ class Session(TorchFunctionMode):
             return func(*args, **kwargs)
         args, kwargs = self._cast(func, args), self._cast(func, kwargs)
         present = PresentCall(func, args, kwargs, self.lineage)
+        self._mark_weight(func, args)
         self._calls.append(present)
         result = None
         try:
@@ -135,9 +138,8 @@ class Session(TorchFunctionMode):
             self.lineage.node(weight).is_weight = True
 
     def _recorded(self, present: PresentCall, result: Tensor) -> Node:
-        self._mark_weight(present.func, present.args)
         kind = kind_of(present.func, present.tensors, result)
-        if kind is None:
+        if kind is None or writes_arguments(present.func, present.args, present.kwargs):
             return self.lineage.add(result, None)
         if kind == "attention":
             self._note_bias(present)
@@ -179,10 +181,10 @@ class Session(TorchFunctionMode):
             inside = inside if stores_scores else []
         elif node.call.kind == "scores":
             inside = [tensor for tensor in inside if self.claims.is_large(tensor)]
-        if not inside or not self.policy.rebuilds("scores"):
+        if not inside or not self.policy.rebuilds("scores") or not (present.draws is None or present.draws.can_repeat):
             return None
         sources = [self.claims.claim(*pair) for pair in zip(present.nodes, present.tensors, strict=True)]
         need_grad = [tensor.requires_grad for tensor in present.tensors]
-        rerun = Rerun(node.call, sources, need_grad, present.draws)
+        rerun = Rerun(node.call, sources, need_grad, present.draws, present.num_saved)
         node.call.rerun = weakref.ref(rerun)
         return rerun

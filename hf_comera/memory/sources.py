@@ -114,9 +114,8 @@ class _Made:
         if made is None:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 made = _laid_out(self.make(), self.place)
-            if self.shared:
+            if self.shared and _forget_after_backward(self):
                 self.made = made
-                _forget_after_backward(self)
         if place == self.place:
             return made.detach()
         start = made.storage_offset() - self.place.offset
@@ -160,9 +159,14 @@ class Rerun:
     """All that one call saved inside, and what it gave, by running it again; with the random numbers it drew."""
 
     def __init__(
-        self, call: Call, sources: Sequence[Source], need_grad: Sequence[bool], draws: RandomDraws | None
+        self,
+        call: Call,
+        sources: Sequence[Source],
+        need_grad: Sequence[bool],
+        draws: RandomDraws | None,
+        num_saved: int,
     ) -> None:
-        self.call, self.need_grad, self.draws = call, need_grad, draws
+        self.call, self.need_grad, self.draws, self.num_saved = call, need_grad, draws, num_saved
         self.parents = [(source, parent[1]) for source, parent in zip(sources, call.parents, strict=True)]
         self.memory: list[Any] = [*sources, *([] if draws is None else draws.memory)]
         self.depth = max((source.depth for source in sources), default=0) + 1
@@ -171,18 +175,30 @@ class Rerun:
 
     def results(self) -> list[Tensor]:
         """What was saved, in order, and last the output."""
-        if self.made is None:
-            tensors = [source.at(place) for source, place in self.parents]
-            for tensor, needs_grad in zip(tensors, self.need_grad, strict=True):
-                tensor.requires_grad_(needs_grad)
-            saved: list[Tensor] = []
-            hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _unused)
-            same = nullcontext() if self.draws is None else self.draws.repeated()
-            with torch._C.DisableTorchFunction(), torch.enable_grad(), hooks, same, self._same_kernels():
-                output = self.call(tensors)
-            self.made = [*saved, output.detach()]
-            _forget_after_backward(self)
-        return self.made
+        made = self.made
+        if made is None:
+            with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+                made = self._run()
+            if _forget_after_backward(self):
+                self.made = made
+        return made
+
+    def _run(self) -> list[Tensor]:
+        tensors = [source.at(place) for source, place in self.parents]
+        for tensor, needs_grad in zip(tensors, self.need_grad, strict=True):
+            tensor.requires_grad_(needs_grad)
+        saved: list[Tensor] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _unused)
+        same = nullcontext() if self.draws is None else self.draws.repeated()
+        with hooks, same, self._same_kernels():
+            output = self.call(tensors)
+        if len(saved) != self.num_saved:
+            raise RuntimeError(
+                f"{self.call.func.__name__} saved {self.num_saved} tensors in forward, but {len(saved)} when run "
+                "again in backward: a setting of torch that it depends on has changed in between. Leave such settings "
+                "alone until backward is over, or use ActivationPolicy(attention='keep')."
+            )
+        return [*saved, output.detach()]
 
     def _same_kernels(self) -> AbstractContextManager[Any]:
         """Those of core attention that could be chosen from in forward: each saves other tensors."""
@@ -227,16 +243,21 @@ _made_in: weakref.WeakValueDictionary[int, weakref.WeakSet[_Made | Rerun]] = wea
 after a backward that raised, and others, on other threads or around this one, are left alone."""
 
 
-def _forget_after_backward(source: _Made | Rerun) -> None:
-    """Let go of what ``source`` has made when backward is over: a graph that is retained may live on."""
+def _forget_after_backward(source: _Made | Rerun) -> bool:
+    """Let go of what ``source`` has made when backward is over: a graph that is retained may live on.
+
+    Returns:
+        Whether a backward is under way; no one else asks.
+    """
     task = torch._C._current_graph_task_id()
     if task == -1:
-        return
+        return False
     sources = _made_in.get(task)
     if sources is None:
         sources = _made_in[task] = weakref.WeakSet()
         torch.autograd.Variable._execution_engine.queue_callback(partial(_forget, sources))
     sources.add(source)
+    return True
 
 
 def _forget(sources: weakref.WeakSet[_Made | Rerun]) -> None:

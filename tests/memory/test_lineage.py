@@ -74,7 +74,7 @@ def test_a_call_is_made_again_with_other_tensors():
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("around", [True, False])
 def test_a_call_is_made_again_in_its_autocast_mode(dtype, around):
-    call = Call(torch.mm, (Input(0), Input(0)), {}, "products", [], None if dtype is None else ("cpu", dtype))
+    call = Call(torch.mm, (Input(0), Input(0)), {}, "products", [], ("cpu", dtype))
     with torch.autocast("cpu", torch.float16, enabled=around):
         assert call([torch.eye(2)]).dtype == (dtype or torch.float32)
 
