@@ -17,6 +17,7 @@ from hf_comera.hub.cards import write_model_card
 from hf_comera.hub.model import is_comera_model, merge_and_unload
 from hf_comera.hub.push import push_to_hub
 from hf_comera.hub.quantizer import register
+from hf_comera.memory import ActivationPolicy, MemoryEstimate, estimate_memory, set_activation_policy
 from hf_comera.optim import CoatAdamW, TTMuon, comera_param_groups
 from hf_comera.training import (
     ComeraCallback,
@@ -33,6 +34,7 @@ register()
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationPolicy",
     "CoatAdamW",
     "ComeraCallback",
     "ComeraConfig",
@@ -40,6 +42,7 @@ __all__ = [
     "CompressionPlan",
     "Explanation",
     "GraphedStep",
+    "MemoryEstimate",
     "RankAdaptation",
     "RankAdapter",
     "RankReport",
@@ -47,6 +50,7 @@ __all__ = [
     "TTMuon",
     "add_rank_gates",
     "comera_param_groups",
+    "estimate_memory",
     "explain",
     "fold_rank_gates",
     "get_comera_model",
@@ -56,6 +60,7 @@ __all__ = [
     "print_trainable_parameters",
     "push_to_hub",
     "rank_report",
+    "set_activation_policy",
     "size_report",
     "write_model_card",
 ]

@@ -26,6 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from freed_memory import keep_freed_memory
+from hf_comera.memory import SavedBytes
 
 DENSE, TENSOR_TRAIN = "dense", "tensor train"
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -95,10 +96,10 @@ class Comparison:
         }
 
 
-def benchmark_parser(description: str, rounds: int) -> argparse.ArgumentParser:
+def benchmark_parser(description: str, rounds: int, *, how_to_read: str = HOW_TO_READ) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has; ``rounds`` is the default."""
     keep_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=description, epilog=HOW_TO_READ, formatter_class=keep_lines)
+    parser = argparse.ArgumentParser(description=description, epilog=how_to_read, formatter_class=keep_lines)
     parser.add_argument(
         "--rounds",
         type=positive_integer,
@@ -121,6 +122,7 @@ def benchmark_parser(description: str, rounds: int) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--no-save",
+        "--no_save",
         action="store_true",
         help="only print. Otherwise figures go to scripts/results/ and replace those of the same case and machine.",
     )
@@ -192,20 +194,10 @@ def saved_for_backward(compute: Callable[[], object], excluded: Iterable[Tensor]
         compute: A forward pass; what it returns is held until the count is made.
         excluded: Tensors that exist anyway: parameters, and the input where its cost is not asked for.
     """
-    known = {tensor.untyped_storage().data_ptr() for tensor in excluded}
-    kept: dict[int, torch.UntypedStorage] = {}  # holding the storages keeps their addresses from being used again
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with SavedBytes(excluded) as saved:
         result = compute()
-    num_bytes = sum(storage.nbytes() for storage in kept.values())
     del result
-    return num_bytes
+    return saved.total
 
 
 def check_agreement(what: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -218,7 +210,7 @@ def check_agreement(what: str, actual: Tensor, expected: Tensor, tolerance: floa
     error = float((actual.detach().double() - expected).norm() / expected.norm())
     if not error <= tolerance:
         raise RuntimeError(
-            f"{what}: tensor train and dense differ by {error:.2g} (relative), more than {tolerance:.2g}. "
+            f"{what}: what is compared differs by {error:.2g} (relative), more than {tolerance:.2g}. "
             "Timings of wrong results mean nothing; nothing was measured."
         )
 

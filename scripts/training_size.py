@@ -1,21 +1,45 @@
 """How much memory the state of a training takes: weights, gradients, optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+
+class TrainingBytes(NamedTuple):
+    """Bytes at this moment."""
+
+    weights: int
+    gradients: int
+    optimizer: int
 
 
 def training_bytes(model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
     """Bytes of weights, gradients and optimizer state, as they are at this moment."""
+    return sum(bytes_by_kind(model, optimizers))
+
+
+def bytes_by_kind(model: nn.Module, optimizers: Sequence[Optimizer]) -> TrainingBytes:
+    """The three of :func:`training_bytes`; a tensor that two states share is counted once."""
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    states = [
-        value
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    return sum(tensor.nbytes for tensor in (*parameters, *gradients, *states))
+    states = {id(tensor): tensor for optimizer in optimizers for tensor in _tensors(optimizer.state.values())}
+    return TrainingBytes(_num_bytes(parameters), _num_bytes(gradients), _num_bytes(states.values()))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among the values of a state, and in objects that are part of it, such as the projections of GaLore."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif hasattr(value, "__dict__"):
+            yield from _tensors(vars(value).values())
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -6,6 +6,7 @@ import pytest
 
 PUBLIC = {
     "hf_comera": {
+        "ActivationPolicy",
         "CoatAdamW",
         "ComeraCallback",
         "ComeraConfig",
@@ -13,6 +14,7 @@ PUBLIC = {
         "CompressionPlan",
         "Explanation",
         "GraphedStep",
+        "MemoryEstimate",
         "RankAdaptation",
         "RankAdapter",
         "RankReport",
@@ -20,6 +22,7 @@ PUBLIC = {
         "TTMuon",
         "add_rank_gates",
         "comera_param_groups",
+        "estimate_memory",
         "explain",
         "fold_rank_gates",
         "get_comera_model",
@@ -29,8 +32,17 @@ PUBLIC = {
         "print_trainable_parameters",
         "push_to_hub",
         "rank_report",
+        "set_activation_policy",
         "size_report",
         "write_model_card",
+    },
+    "hf_comera.memory": {
+        "ActivationPolicy",
+        "MemoryEstimate",
+        "SavedBytes",
+        "activation_policy",
+        "estimate_memory",
+        "set_activation_policy",
     },
     "hf_comera.modules": {"TTLinear", "TTMEmbedding", "TensorTrainModule", "TiedEmbedding", "TiedHead"},
     "hf_comera.ops": {

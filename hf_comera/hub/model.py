@@ -22,6 +22,7 @@ from hf_comera.compress.size import size_report
 from hf_comera.compress.surgery import merge_model
 from hf_comera.compress.wiring import wire
 from hf_comera.hub.saving import atomic_save
+from hf_comera.memory import ActivationPolicy, set_activation_policy
 from hf_comera.modules import TensorTrainModule, TTMEmbedding
 
 __all__ = ["ComeraModel", "attach", "is_comera_model", "merge_and_unload"]
@@ -77,6 +78,14 @@ class ComeraModel:
     def rank_report(self) -> RankReport:
         """Ranks of every layer before and after rank adaptation, the size over the steps. Print it, or plot it."""
         return rank_report(self)
+
+    def set_activation_policy(self, policy: str | ActivationPolicy | None) -> None:
+        """Decide what becomes of the tensors that autograd keeps: see ``hf_comera.set_activation_policy``.
+
+        Raises:
+            ValueError: If there is no policy of that name.
+        """
+        set_activation_policy(self, policy)
 
     def merge_and_unload(self) -> PreTrainedModel:
         """Turn this model into an ordinary dense one, in place, and return it; it then saves as any other model.

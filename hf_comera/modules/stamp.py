@@ -46,13 +46,14 @@ def can_keep(tensors: list[Tensor]) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _is_traced():
         return False
-    return all(
-        type(tensor) is torch.nn.Parameter
-        and tensor.is_leaf
-        and tensor.numel() > 0
-        and not (tensor.is_meta or tensor.is_inference())
-        for tensor in tensors
-    )
+    with torch._C.DisableTorchFunction():  # no mode needs to see hundreds of questions a step
+        return all(
+            type(tensor) is torch.nn.Parameter
+            and tensor.is_leaf
+            and tensor.numel() > 0
+            and not (tensor.is_meta or tensor.is_inference())
+            for tensor in tensors
+        )
 
 
 @dataclass
@@ -69,9 +70,11 @@ class Stamp:
     @classmethod
     def of(cls, tensors: list[Tensor]) -> Stamp:
         """The stamp of ``tensors`` as they are."""
-        memory = [tensor.detach() for tensor in tensors]
-        states = [_state(tensor) for tensor in tensors]
-        return cls(tensors, memory, states, [_Probe(tensor) for tensor in memory], _num_steps, _capturing(tensors[0]))
+        with torch._C.DisableTorchFunction():
+            memory = [tensor.detach() for tensor in tensors]
+            states = [_state(tensor) for tensor in tensors]
+            probes = [_Probe(tensor) for tensor in memory]
+            return cls(tensors, memory, states, probes, _num_steps, _capturing(tensors[0]))
 
     @property
     def sees_every_edit(self) -> bool:
@@ -86,9 +89,10 @@ class Stamp:
             or len(tensors) != len(self.states)
         ):
             return False
-        for new, old, state in zip(tensors, self.tensors, self.states, strict=True):
-            if new is not old or _state(new) != state:
-                return False
+        with torch._C.DisableTorchFunction():
+            for new, old, state in zip(tensors, self.tensors, self.states, strict=True):
+                if new is not old or _state(new) != state:
+                    return False
         return all(probe.sees_no_change() for probe in self.probes)
 
 

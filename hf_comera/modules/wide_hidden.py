@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
@@ -50,7 +51,7 @@ def pays(x: Tensor, out_features: int) -> bool:
         or torch._C._get_tracing_state()
     ):
         return False
-    return type(x) in (Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()
+    return type(x) in (Tensor, torch.nn.Parameter, FakeTensor) and not torch._C._are_functorch_transforms_active()
 
 
 def is_wide_enough(rows: int, out_features: int) -> bool:

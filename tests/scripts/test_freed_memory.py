@@ -1,4 +1,4 @@
-"""scripts/freed_memory.py: glibc is told, other systems are left alone, and it says which."""
+"""scripts/freed_memory.py: glibc is told to keep or to hand back, other systems are left alone, and it says which."""
 
 import subprocess
 import sys
@@ -19,6 +19,22 @@ block = bytearray(50_000_000)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
+HANDED_BACK = """
+import re, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import freed_memory
+print(freed_memory.hand_back_freed_memory())
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+blocks = [bytearray(1_000_000) for _ in range(50)]  # glibc keeps those under 32 MiB once one of them was freed
+del blocks[0]
+blocks += [bytearray(900_000) for _ in range(50)]
+before = resident()
+del blocks
+print(before - resident())
+"""
+
 
 def test_a_block_that_was_freed_comes_back_without_page_faults():
     folder = str(Path(freed_memory.__file__).parent)
@@ -29,6 +45,16 @@ def test_a_block_that_was_freed_comes_back_without_page_faults():
         assert int(printed[1]) < 1_000  # fresh memory would take 12,207
 
 
+def test_blocks_that_were_freed_are_no_longer_resident():
+    folder = str(Path(freed_memory.__file__).parent)
+    command = [sys.executable, "-c", HANDED_BACK, folder]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    if printed[0] == "True":
+        assert int(printed[1]) > 90_000  # of 95,000 kB
+
+
 def test_other_systems(monkeypatch):
     monkeypatch.setattr(freed_memory.sys, "platform", "darwin")
     assert not freed_memory.keep_freed_memory()
+    assert not freed_memory.hand_back_freed_memory()
+    freed_memory.trim_memory()

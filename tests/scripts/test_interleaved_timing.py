@@ -119,7 +119,7 @@ def test_counting_leaves_the_gradients_right():
 def test_candidates_that_disagree_are_refused(wrong):
     expected = torch.randn(3, 4)
     check_agreement("output", expected + 1e-7, expected, 1e-5)
-    with pytest.raises(RuntimeError, match=r"8x8, output: tensor train and dense differ by (0\.01|nan)"):
+    with pytest.raises(RuntimeError, match=r"8x8, output: what is compared differs by (0\.01|nan)"):
         check_agreement("8x8, output", expected * wrong, expected, 1e-5)
 
 

@@ -4,12 +4,10 @@ import math
 
 import pytest
 import torch
-from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from hf_comera import ComeraConfig, comera_param_groups, get_comera_model, plan
 from quality_updates import COHERENCE, make_optimizers, muon_rate_scale, rate_course
-from training_size import training_bytes
 
 LR, OTHER_LR = 0.5, 0.25
 BERT = BertConfig(
@@ -91,13 +89,3 @@ def test_rates_rise_over_a_tenth_of_the_steps_and_fall_to_nothing(num_steps):
     assert share(num_steps) == (0 if num_steps > 1 else pytest.approx(0))
     assert shares[:warmup] == sorted(shares[:warmup])
     assert shares[warmup:] == sorted(shares[warmup:], reverse=True)
-
-
-def test_training_bytes_are_those_of_weights_gradients_and_state():
-    model = nn.Linear(10, 10, bias=False)
-    optimizer = torch.optim.AdamW(model.parameters())
-    assert training_bytes(model, [optimizer]) == 400
-    model(torch.ones(1, 10)).sum().backward()
-    assert training_bytes(model, [optimizer]) == 800
-    optimizer.step()
-    assert training_bytes(model, [optimizer]) == 1600 + 4  # and the number of steps
