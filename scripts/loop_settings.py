@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_comera.memory.policy import NAMED_POLICIES
+
 # Those that need no setting of their own.
 SCHEDULES = ["linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
 
@@ -26,8 +28,15 @@ class LoopSettings:
     gradient_accumulation_steps: int = setting(1, "Batches whose gradients are added up for one step.")
     optimizer: str = setting(
         "tt_muon",
-        "tt_muon: orthogonalised momentum for the cores, AdamW for the rest. adamw: AdamW with a rate for each core.",
-        choices=["tt_muon", "adamw"],
+        "tt_muon: orthogonalised momentum for the cores, AdamW for the rest. adamw: AdamW with a rate for each core. "
+        "coat_adamw: the same with its state in FP8.",
+        choices=["tt_muon", "adamw", "coat_adamw"],
+    )
+    activation_policy: str = setting(
+        "keep",
+        "What is kept for backward. rank: what is cheap to make again is not, with the same gradients. rank+fp8: the "
+        "rest in FP8. fp8: all in FP8.",
+        choices=list(NAMED_POLICIES),
     )
     learning_rate: float = setting(2e-3, "Peak rate, as for the dense model; the cores get theirs from it.")
     weight_decay: float = setting(0.01, "Decay of AdamW; biases and norms have none.")

@@ -127,7 +127,7 @@ def _row(outcome: NliOutcome, run: Run, settings: Settings) -> dict[str, Any]:
         **shared,
         "shapes": outcome.shapes,
         "ranks": describe_ranks(training),
-        "optimizer": "adamw" if model.dense else training.optimizer,
+        "optimizer": "adamw" if model.dense and training.optimizer == "tt_muon" else training.optimizer,
         "config_overrides": model.config_overrides or "",
         "batch_size": training.per_device_train_batch_size * per_step * processes,
         "steps": len(outcome.history.losses),

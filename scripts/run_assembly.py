@@ -10,7 +10,7 @@ from torch import nn
 from transformers import get_scheduler
 
 from epoch_batches import EpochBatches
-from hf_comera import RankAdapter, TTMuon, add_rank_gates, comera_param_groups
+from hf_comera import CoatAdamW, RankAdapter, TTMuon, add_rank_gates, comera_param_groups, set_activation_policy
 from loop_settings import LoopSettings, SettingGroups
 from rank_settings import rank_adaptation
 from run_checkpoint import run_identity
@@ -43,6 +43,8 @@ def assemble_run(
     training = settings.training
     set_seed(training.seed)
     model = build()
+    if training.activation_policy != "keep":
+        set_activation_policy(model, training.activation_policy)
     adaptation = rank_adaptation(training, model)
     if adaptation is not None:
         add_rank_gates(model)
@@ -68,11 +70,14 @@ def assemble_run(
 def make_optimizer(
     model: nn.Module, training: LoopSettings, betas: tuple[float, float] = (0.9, 0.999)
 ) -> torch.optim.Optimizer:
-    """The optimizer the settings name; of a dense model both are AdamW."""
+    """The optimizer the settings name; of a dense model ``tt_muon`` is AdamW."""
     rate, decay = training.learning_rate, training.weight_decay
     if training.optimizer == "tt_muon":
         return TTMuon(model, rate, weight_decay=decay, betas=betas)
-    return torch.optim.AdamW(comera_param_groups(model, rate, weight_decay=decay), lr=rate, betas=betas, fused=True)
+    groups = comera_param_groups(model, rate, weight_decay=decay)
+    if training.optimizer == "coat_adamw":
+        return CoatAdamW(groups, lr=rate, betas=betas)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
 
 
 def count_steps(training: LoopSettings, batches_per_epoch: int, *, default: int) -> int:

@@ -111,6 +111,24 @@ def test_dense_twin_trains_in_the_same_loop(arguments, tmp_path):
     assert not is_comera_model(AutoModelForMaskedLM.from_pretrained(tmp_path / "out"))
 
 
+def test_a_policy_changes_memory_and_not_the_losses(arguments, tmp_path):
+    assert pretrain_codebert.main(arguments) == 0
+    rebuilt = elsewhere(arguments, tmp_path)
+    assert pretrain_codebert.main([*rebuilt, "--activation_policy", "rank"]) == 0
+    assert metrics(rebuilt)["losses"] == metrics(arguments)["losses"]
+
+
+def test_moments_in_fp8_train_and_resume(arguments, tmp_path, monkeypatch):
+    settings = ["--optimizer", "coat_adamw", "--activation_policy", "rank+fp8"]
+    assert pretrain_codebert.main([*arguments, *settings]) == 0
+    interrupted = [*elsewhere(arguments, tmp_path), *settings]
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 4)
+        assert pretrain_codebert.main(interrupted) == 130
+    assert pretrain_codebert.main([*interrupted, "--resume_from_checkpoint", "latest"]) == 0
+    assert metrics(interrupted)["losses"] == metrics(arguments)["losses"]
+
+
 def test_checkpoints_of_other_settings_are_refused(arguments, tmp_path):
     kept = [*arguments, "--checkpointing_steps", "3"]
     assert pretrain_codebert.main(kept) == 0
