@@ -43,8 +43,7 @@ def assemble_run(
     training = settings.training
     set_seed(training.seed)
     model = build()
-    if training.activation_policy != "keep":
-        set_activation_policy(model, training.activation_policy)
+    set_activation_policy(model, None if training.activation_policy == "keep" else training.activation_policy)
     adaptation = rank_adaptation(training, model)
     if adaptation is not None:
         add_rank_gates(model)
