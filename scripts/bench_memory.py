@@ -72,7 +72,7 @@ def main() -> None:
             draw(rows, args.picture, console)
             save(part, rows, args, console)
         else:
-            rows = measure_losses(args.sizes, args.steps, args.seeds, args.code_file, args.device)
+            rows = measure_losses(args.sizes, args.steps, args.seeds, args.code_file, lr=args.lr, device=args.device)
             show_losses(rows, console)
             save(part, rows, args, console)
 
@@ -90,6 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="part losses; default 0 1 2")
     parser.add_argument("--steps", type=positive_integer, default=300, help="part losses; default 300")
+    parser.add_argument("--lr", type=float, default=1e-3, help="part losses: rate; default 1e-3")
     parser.add_argument(
         "--code_file",
         help="part losses: parquet, json or jsonl with the columns code and docstring; default: functions of the "

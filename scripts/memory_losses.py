@@ -24,7 +24,6 @@ from quality_updates import rate_course
 __all__ = ["measure_losses", "show_losses"]
 
 Row = dict[str, str | int | float]
-LR = 2e-3  # the demo's
 WIDTH = {"full": 256, "tiny": 32}
 FULL, FP8 = "adamw", "coat_adamw"
 TRAININGS: dict[str, tuple[str, Callable[..., Optimizer]]] = {
@@ -34,12 +33,14 @@ TRAININGS: dict[str, tuple[str, Callable[..., Optimizer]]] = {
 """By the name of the optimizer: activation policy and class."""
 
 
-def measure_losses(sizes: str, steps: int, seeds: Sequence[int], code_file: str | None, device: str) -> list[Row]:
+def measure_losses(
+    sizes: str, steps: int, seeds: Sequence[int], code_file: str | None, *, lr: float, device: str
+) -> list[Row]:
     """A row for each seed and training."""
     task, rows = code_task(code_file), []
     for seed in seeds:
         for optimizer, (policy, _) in TRAININGS.items():
-            losses = train(task, optimizer, seed, steps, WIDTH[sizes], torch.device(device))
+            losses = train(task, optimizer, seed, steps, width=WIDTH[sizes], lr=lr, device=torch.device(device))
             last = losses[-max(1, round(LAST_PART * steps)) :]
             rows.append(
                 {
@@ -50,20 +51,22 @@ def measure_losses(sizes: str, steps: int, seeds: Sequence[int], code_file: str 
                     "data": task.data,
                     "steps": steps,
                     "seed": seed,
-                    "lr": LR,
+                    "lr": lr,
                     "training_loss": round(statistics.fmean(last), 5),
                 }
             )
     return rows
 
 
-def train(task: Task, optimizer_name: str, seed: int, steps: int, width: int, device: torch.device) -> list[float]:
+def train(
+    task: Task, optimizer_name: str, seed: int, steps: int, *, width: int, lr: float, device: torch.device
+) -> list[float]:
     """The loss of each step; weights, batches and rates are those of the seed, whatever the training."""
     torch.manual_seed(seed)
     model = _build(task, width).to(device)
     policy, optimizer_class = TRAININGS[optimizer_name]
     set_activation_policy(model, policy)
-    optimizer = optimizer_class(comera_param_groups(model, LR), lr=LR)
+    optimizer = optimizer_class(comera_param_groups(model, lr), lr=lr)
     schedule = LambdaLR(optimizer, rate_course(steps))
     batches, losses = task.batches(seed), []
     for number in tqdm(range(steps), desc=f"{optimizer_name}, {policy}, seed {seed}", unit="step", leave=False):

@@ -95,7 +95,7 @@ def draw_picture(path: Path, by_task: dict[str, list[Variant]], draw: Callable[[
     palette = pyplot.get_cmap("tab20").colors
     labels = sorted({variant.label for found in by_task.values() for variant in found})
     figure, row = pyplot.subplots(
-        1, len(by_task), figsize=(6 * len(by_task), 4.5), squeeze=False, layout="constrained"
+        1, len(by_task), figsize=(6 * len(by_task), 5.5), squeeze=False, layout="constrained"
     )
     for axes, (task, found) in zip(row[0], by_task.items(), strict=True):
         for variant in found:
@@ -104,7 +104,7 @@ def draw_picture(path: Path, by_task: dict[str, list[Variant]], draw: Callable[[
         axes.set(title=f"task {task}", ylabel=LOSS)
         axes.ticklabel_format(axis="y", useOffset=False)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="small")
+            axes.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
