@@ -3,6 +3,7 @@
 import csv
 import gc
 import os
+import sys
 
 import pytest
 import torch
@@ -194,3 +195,10 @@ def test_counts_must_be_positive(option, capsys):
     with pytest.raises(SystemExit):
         benchmark_parser("A benchmark.", rounds=3).parse_args(option)
     assert "is not a positive integer" in capsys.readouterr().err
+
+
+def test_commands_name_files_without_their_folders(monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", ["/home/someone/scripts/bench_x.py", "--code_file", "/data/code.parquet", "--rounds", "3"]
+    )
+    assert interleaved_timing.machine()["command"] == "python scripts/bench_x.py --code_file code.parquet --rounds 3"
