@@ -32,8 +32,11 @@ def set_activation_policy(model: nn.Module, policy: str | ActivationPolicy | Non
             :class:`ActivationPolicy`; or None, which takes a policy off.
 
     Raises:
+        TypeError: If ``model`` is no module.
         ValueError: If there is no policy of that name.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"set_activation_policy needs a model, a torch.nn.Module, and got {type(model).__name__}.")
     chosen = as_policy(policy)
     for hooks in (model._forward_pre_hooks, model._forward_hooks):
         for key in [key for key, hook in hooks.items() if isinstance(hook, _Begin | _End)]:

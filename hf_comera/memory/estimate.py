@@ -103,9 +103,11 @@ def estimate_memory(
         autocast: Dtype of autocast, where training will use it.
 
     Raises:
-        ValueError: If a policy is unknown, no batch can be made up for the model, or the step reads entries of
-            tensors, so that it cannot be tried without them.
+        ValueError: If a policy is unknown, no batch can be made up for the model, a size or dtype is out of range,
+            the optimizer trains none of the model's parameters or others too, or the step reads entries of tensors,
+            so that it cannot be tried without them.
     """
+    _check(model, optimizer, autocast)
     chosen = {name: as_policy(name) for name in policies} if not isinstance(policies, Mapping) else dict(policies)
     present = activation_policy(model)
     if present not in chosen.values():
@@ -135,6 +137,21 @@ def activation_bytes_by_megatron(seq_len: int, batch_size: int, hidden_size: int
         Korthikanti et al., arXiv:2205.05198, section 4.1: ``s b h (34 + 5 a s / h)``.
     """
     return seq_len * batch_size * (34 * hidden_size + 5 * num_heads * seq_len)
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, autocast: Any) -> None:
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise ValueError(f"autocast={autocast!r} is not a dtype. Use for example torch.bfloat16, or None.")
+    if optimizer is None:
+        return
+    own = {id(parameter) for parameter in model.parameters()}
+    trained = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = sum(parameter not in own for parameter in trained)
+    if foreign or not trained:
+        raise ValueError(
+            f"{foreign} of the {len(trained)} parameters of the {type(optimizer).__name__} are not those of this "
+            f"{type(model).__name__}. Make the optimizer for this model: torch.optim.AdamW(model.parameters())."
+        )
 
 
 class _FakeStep:

@@ -22,8 +22,17 @@ def example_batch(model: PreTrainedModel, batch_size: int, seq_len: int) -> dict
         seq_len: Tokens a row, for encoder and decoder; models of images take the size from their config.
 
     Raises:
-        ValueError: If the model takes neither tokens nor pixels, or no labels.
+        ValueError: If a size is not positive or more than the model takes, the model takes neither tokens nor
+            pixels, or no labels.
     """
+    for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}={size!r} is not a positive integer. Use at least 1.")
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if model.main_input_name == "input_ids" and longest is not None and seq_len > longest:
+        raise ValueError(
+            f"seq_len={seq_len} is more than the {longest} positions of this {type(model).__name__}. Use at most that."
+        )
     rows = (batch_size, seq_len)
     takes = inspect.signature(type(model).forward).parameters
     if "labels" not in takes or model.main_input_name not in ("input_ids", "pixel_values"):

@@ -63,7 +63,7 @@ class ActivationPolicy:
                 raise ValueError(f"{name}={getattr(self, name)!r} of ActivationPolicy must be one of {allowed}.")
         for name in ("depth", "min_bytes"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 default = next(field.default for field in fields(self) if field.name == name)
                 raise ValueError(f"{name}={value!r} of ActivationPolicy must be an integer >= 0, such as {default}.")
 

@@ -175,6 +175,21 @@ def test_models_whose_batch_is_not_known_need_one():
         estimate_memory(model)
 
 
+BAD = [
+    ({"batch_size": 0}, "batch_size=0"),
+    ({"seq_len": -4}, "seq_len=-4"),
+    ({"seq_len": 4096}, "seq_len=4096 is more than the 512 positions"),
+    ({"autocast": "bf16"}, "autocast='bf16' is not a dtype"),
+    ({"optimizer": torch.optim.AdamW(nn.Linear(2, 2).parameters())}, "2 of the 2 parameters of the AdamW are not"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD, ids=[message for _, message in BAD])
+def test_bad_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        estimate_memory(small_bert(), **settings)
+
+
 def test_unknown_policies_are_named():
     with pytest.raises(ValueError, match=r"'ranks'.*'rank'"):
         estimate_memory(ARCHITECTURES["gpt2"].new_model(), policies=["ranks"])
