@@ -17,7 +17,13 @@ from hf_comera.hub.cards import write_model_card
 from hf_comera.hub.model import is_comera_model, merge_and_unload
 from hf_comera.hub.push import push_to_hub
 from hf_comera.hub.quantizer import register
-from hf_comera.memory import ActivationPolicy, MemoryEstimate, estimate_memory, set_activation_policy
+from hf_comera.memory import (
+    ActivationPolicy,
+    MemoryEstimate,
+    estimate_memory,
+    set_activation_policy,
+    set_fp8_linears,
+)
 from hf_comera.optim import CoatAdamW, TTMuon, comera_param_groups
 from hf_comera.training import (
     ComeraCallback,
@@ -61,6 +67,7 @@ __all__ = [
     "push_to_hub",
     "rank_report",
     "set_activation_policy",
+    "set_fp8_linears",
     "size_report",
     "write_model_card",
 ]

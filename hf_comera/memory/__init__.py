@@ -2,14 +2,17 @@
 
 from hf_comera.memory.attach import activation_policy, set_activation_policy
 from hf_comera.memory.estimate import MemoryEstimate, estimate_memory
+from hf_comera.memory.fp8_linears import Fp8LinearsReport, set_fp8_linears
 from hf_comera.memory.policy import ActivationPolicy
 from hf_comera.memory.saved_bytes import SavedBytes
 
 __all__ = [
     "ActivationPolicy",
+    "Fp8LinearsReport",
     "MemoryEstimate",
     "SavedBytes",
     "activation_policy",
     "estimate_memory",
     "set_activation_policy",
+    "set_fp8_linears",
 ]

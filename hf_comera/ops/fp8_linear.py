@@ -1,0 +1,158 @@
+"""A linear layer that multiplies in FP8, forward and backward, and keeps its input in FP8.
+
+Source: COAT, arXiv:2410.19313, section 5, and its code: E4M3 for inputs and weights, E5M2 for gradients, a scale for
+each tensor. The products are torch's own ``_scaled_mm``.
+"""
+
+# Shapes here: T = tokens, I = in features, O = out features.
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hf_comera.ops.fp8_activations import Fp8Tensor, store_by_tensor
+from hf_comera.ops.precision import without_autocast
+
+__all__ = ["FEATURE_MULTIPLE", "fp8_device_refusal", "fp8_linear"]
+
+FEATURE_MULTIPLE = 16
+"""What ``_scaled_mm`` wants inner and outer sizes to be multiples of."""
+
+_MINIMUM_CAPABILITY = (8, 9)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def fp8_device_refusal(device: torch.device) -> str | None:
+    """Why a device cannot multiply in FP8, or None where it can. CPUs can, only slowly."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"torch has no FP8 products for devices of type {device.type!r}"
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip or capability >= _MINIMUM_CAPABILITY:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return f"the GPU ({name}) has compute capability {capability[0]}.{capability[1]}, FP8 products need 8.9 or newer"
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``, both factors rounded to FP8 first, and likewise the factors of both gradients.
+
+    Kept for backward are the codes of ``x``, one byte an entry, and the weight itself, which is rounded again there.
+    Sums are float32. Infinite gradients stay infinite or become NaN, so that a gradient scaler notices them.
+
+    Args:
+        x: Float32, bfloat16 or float16.
+        weight: Likewise; both sizes multiples of 16.
+        bias: Likewise.
+
+    Returns:
+        In the dtype of autocast where that is on, else in that of ``x``.
+
+    Shape:
+        x ``(..., I)``, weight ``(O, I)``, bias ``(O,)`` -> ``(..., O)``
+
+    Raises:
+        ValueError: If a dtype or a size does not fit.
+
+    Source:
+        COAT, arXiv:2410.19313, section 5.
+    """
+    _check(x, weight)
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return _Fp8Linear.apply(x, weight, bias, _stored_rows(x), dtype)
+
+
+_STORED = WeakTensorKeyDictionary()
+"""Inputs that are still alive, with their version and codes: query, key and value share an input, and so its codes."""
+
+
+def _stored_rows(x: Tensor) -> Fp8Tensor:
+    if torch.compiler.is_compiling() or x.is_inference():  # which have no version
+        return store_by_tensor(x.reshape(-1, x.shape[-1]))
+    version, stored = _STORED.get(x, (None, None))
+    if stored is None or version != x._version:
+        stored = store_by_tensor(x.reshape(-1, x.shape[-1]))
+        _STORED[x] = x._version, stored
+    return stored
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, x_TI: Fp8Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(x_TI.codes, x_TI.scales, weight)
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        with without_autocast(x):
+            y_TO = _multiply(x_TI, store_by_tensor(weight), dtype, bias=bias, fast_sums=True)
+        return y_TO.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        codes_TI, x_scale, weight = ctx.saved_tensors
+        wants_dx, wants_dweight, wants_dbias = ctx.needs_input_grad[:3]
+        dy = grads[0].reshape(-1, weight.shape[0])
+        dy_TO = store_by_tensor(dy, format=torch.float8_e5m2)
+        dx = dweight = dbias = None
+        with without_autocast(dy):
+            if wants_dx:
+                dx = _multiply(dy_TO, _transposed(store_by_tensor(weight)), ctx.x_dtype).view(ctx.x_shape)
+            if wants_dweight:
+                x_TI = Fp8Tensor(codes_TI, x_scale, ctx.x_dtype)
+                dweight = _multiply(_transposed(dy_TO), _transposed(x_TI), weight.dtype)
+            if wants_dbias:
+                dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dweight, dbias, None, None
+
+
+def _multiply(
+    rows: Fp8Tensor, columns: Fp8Tensor, dtype: torch.dtype, *, bias: Tensor | None = None, fast_sums: bool = False
+) -> Tensor:
+    """``rows @ columns.T + bias``: ``(M, K)`` and ``(N, K)`` to ``(M, N)``, the layout that FP8 tensor cores want.
+
+    Fast sums are less exact ones that Hopper has; COAT and others take them forward only.
+    """
+    if not rows.codes.numel() or not columns.codes.numel():
+        zeros = torch.zeros(rows.shape[0], columns.shape[0], dtype=dtype, device=rows.codes.device)
+        return zeros if bias is None else zeros + bias.to(dtype)
+    is_added_inside = bias is not None and dtype != torch.float32  # the only dtype that takes none
+    product = torch._scaled_mm(
+        rows.codes,
+        columns.codes.T,
+        scale_a=rows.scales,
+        scale_b=columns.scales,
+        bias=bias.to(dtype) if bias is not None and is_added_inside else None,
+        out_dtype=dtype,
+        use_fast_accum=fast_sums,
+    )
+    return product if bias is None or is_added_inside else product.add_(bias)
+
+
+def _transposed(stored: Fp8Tensor) -> Fp8Tensor:
+    """The transpose as a contiguous tensor, its last axis filled up with zeros to a multiple of 16."""
+    bytes_TN = stored.codes.view(torch.uint8)
+    missing = -bytes_TN.shape[0] % FEATURE_MULTIPLE
+    bytes_NT = pad(bytes_TN.T, (0, missing)).contiguous()
+    return Fp8Tensor(bytes_NT.view(stored.codes.dtype), stored.scales, stored.dtype)
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"{name} has dtype {tensor.dtype}; FP8 products take {', '.join(map(str, _DTYPES))}. Convert it, for "
+                "example with .float()."
+            )
+    if weight.dim() != 2 or any(size % FEATURE_MULTIPLE for size in weight.shape) or x.shape[-1:] != weight.shape[1:]:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)} and x {tuple(x.shape)}; FP8 products need (O, I) and (..., I), "
+            f"multiples of {FEATURE_MULTIPLE}, for example (3072, 768). Use torch's linear for others."
+        )
