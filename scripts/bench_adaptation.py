@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import BertForSequenceClassification, PreTrainedModel
 
-from bench_step import LENGTH, SEQUENCES
+from bench_step import random_batch
 from hf_comera import RankAdaptation, RankAdapter, TTMuon, add_rank_gates, get_comera_model, size_report
 from interleaved_timing import MACHINE_IDENTITY, RESULTS, benchmark_parser, machine, replace_rows, time_interleaved
 from six_encoders import paper_shapes, six_encoders
@@ -31,6 +31,7 @@ that the cut leaves. "cut step ratio" is how many times as fast the step is afte
 """
 PLAIN, ADAPTED, CUT = "fixed ranks", "rank adaptation", "after the cut"
 TOTAL_STEPS = 10_000
+TOKENS = "32x128"
 
 
 class PlainStep:
@@ -89,17 +90,13 @@ def main() -> None:
     args = benchmark_parser(DESCRIPTION, rounds=15).parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    batch = {
-        "input_ids": torch.randint(30522, (SEQUENCES, LENGTH)),
-        "attention_mask": torch.ones(SEQUENCES, LENGTH, dtype=torch.long),
-        "labels": torch.randint(3, (SEQUENCES,)),
-    }
+    batch = random_batch(TOKENS, torch.device("cpu"))
     plain, adapted = PlainStep(build_model(), batch), AdaptedStep(build_model(), batch)
     timings = time_interleaved({PLAIN: plain, ADAPTED: adapted}, args.rounds, label="training step")
     step_s, objective_s = timings.median(PLAIN), statistics.median(adapted.objective_s)
     row = {
         "model": "bert-6x768",
-        "tokens": f"{SEQUENCES}x{LENGTH}",
+        "tokens": TOKENS,
         "step_s": round(step_s, 4),
         "objective_s": round(objective_s, 5),
         "objective_share": round(objective_s / step_s, 5),

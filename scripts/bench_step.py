@@ -1,174 +1,141 @@
-"""Time a whole training step of the six-encoder BERT of the CoMERA paper, tensor train against dense.
+"""Time a whole training step, tensor train against dense: the six-encoder BERT of the CoMERA paper, or a large one.
 
     python scripts/bench_step.py
     python scripts/bench_step.py --dropout 0
-    python scripts/bench_step.py --dtype bf16
+    python scripts/bench_step.py --device cuda --dtype bf16 --graphs --batch 128x128
+    python scripts/bench_step.py --device cuda --dtype bf16 --graphs --model bert-24x1024 --batch 16x512
 
 `--help` says what is compared and how to read the figures.
 """
 
-import copy
-import statistics
-import time
-from functools import partial
+import argparse
+import re
+from contextlib import nullcontext
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor, nn
-from transformers import BertForSequenceClassification, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from hf_comera import CompressionPlan, TTMuon, comera_param_groups, get_comera_model, size_report
-from hf_comera.compress import LayerPlan
-from interleaved_timing import (
-    DENSE,
-    TENSOR_TRAIN,
-    Comparison,
-    benchmark_parser,
-    check_agreement,
-    report,
-    saved_for_backward,
-    time_interleaved,
-)
-from six_encoders import DENSE_PARAMETERS, TENSOR_TRAIN_PARAMETERS, paper_shapes, six_encoders
+from hf_comera import size_report
+from hf_comera.ops import use_kernels
+from hf_comera.ops.kernels import kernels_refusal
+from interleaved_timing import TENSOR_TRAIN, Comparison, benchmark_parser, report, time_interleaved
+from step_models import MODELS, PAPER, build_models
+from step_timing import DTYPES, prepare_step
 
 DESCRIPTION = """\
-Forward, backward, optimizer and zero_grad of BertForSequenceClassification
-with six layers (hidden size 768, 12 heads, FFN 3072, 30522 tokens, 3 labels) on
-32 x 128 random tokens, in tensor-train form and dense, in turns. Factors and
-ranks are those of the CoMERA paper's experiment on MNLI; they are printed, and
-the parameters counted, first. The optimizer is fused AdamW for the dense model
-and TTMuon for the other; --optimizer adamw gives both AdamW. The dense model is the merged tensor-train one:
-both must give equal logits before anything is timed.
+Forward, backward, optimizer and zero_grad of BertForSequenceClassification on
+random tokens, in tensor-train form and dense, in turns. bert-6x768 has six
+layers (hidden size 768, 12 heads, FFN 3072, 30522 tokens, 3 labels) and the
+factors and ranks of the CoMERA paper's experiment on MNLI; bert-24x1024 has 24
+(1024, 16 heads, FFN 4096) and ranks of 64. The plan is printed first. The
+optimizer is fused AdamW for the dense model and TTMuon for the other;
+--optimizer adamw gives both AdamW. The dense model is the merged tensor-train
+one: both must give equal logits before anything is timed.
 
 On a CPU much of what is left is dropout, whose random numbers torch draws in
-one thread: compare --dropout 0.
+one thread: compare --dropout 0. On a GPU, plain steps are bound by launches;
+with --graphs both models run as CUDA graphs. The peak is all GPU memory that a
+form takes: weights, gradients, optimizer state, activations, graph.
 """
-SEQUENCES, LENGTH = 32, 128
-PROMISED = 3.4
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PROMISED = {(PAPER, "32x128", "fp32", "cpu"): 3.4}  # times faster, by model, batch, dtype and device
 
 
 def main() -> None:
     """Build both models, measure the step, print the table, write the row."""
+    args = parse_arguments()
+    torch.set_num_threads(args.threads)
+    torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
+    torch.manual_seed(0)
+    models = build_models(args.model, args.dropout)
+    with use_kernels() if args.kernels else nullcontext():
+        comparison = compare(models, args)
+    title = f"Training step of {args.model}, {args.batch} tokens"
+    report(title, [comparison], save_as=None if args.no_save else "bench_step")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line, and refuse what this machine cannot do."""
     parser = benchmark_parser(DESCRIPTION, rounds=15)
+    parser.add_argument("--model", choices=MODELS, default=PAPER, help="default %(default)s")
+    parser.add_argument(
+        "--batch", default="32x128", metavar="ROWSxTOKENS", help="rows and tokens a row; default %(default)s"
+    )
     parser.add_argument("--dropout", type=float, default=0.1, help="of hidden states and attention; default 0.1")
     parser.add_argument(
         "--optimizer", choices=("tt_muon", "adamw"), default="tt_muon", help="of the tensor train; default tt_muon"
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="fp32", help="bf16: under autocast, parameters stay fp32; default fp32"
+        "--dtype",
+        choices=DTYPES,
+        default="fp32",
+        help="bf16: under autocast, parameters stay fp32; tf32: fp32 with products in tf32; default fp32",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
+    parser.add_argument(
+        "--graphs", action="store_true", help="steps of both models as CUDA graphs; needs --device cuda"
+    )
+    parser.add_argument(
+        "--kernels", action="store_true", help="the tensor train takes our CUDA kernels; needs --device cuda"
     )
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    models = build_models(args.dropout)
-    comparison = compare(models, args.dtype, args.dropout, args.optimizer, args.rounds)
-    title = f"Training step of BERT with six layers, {SEQUENCES} x {LENGTH} tokens"
-    report(title, [comparison], save_as=None if args.no_save else "bench_step")
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", args.batch):
+        parser.error(f"--batch {args.batch} is not ROWSxTOKENS, such as 32x128")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here")
+    if args.device == "cpu" and (args.graphs or args.kernels or args.dtype == "tf32"):
+        parser.error("--graphs, --kernels and --dtype tf32 need --device cuda")
+    if args.kernels and (reason := kernels_refusal(torch.device("cuda", 0))):
+        parser.error(f"--kernels: {reason}")
+    return args
 
 
-def build_models(dropout: float) -> dict[str, PreTrainedModel]:
-    """The tensor-train model, and the dense one that computes the same.
-
-    Raises:
-        RuntimeError: If a model has not as many parameters as it should, or the logits of the two differ.
-    """
-    config = six_encoders(hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
-    tensor_train = get_comera_model(BertForSequenceClassification, paper_shapes(), config=config)
-    print_plan(tensor_train.comera_plan())
-    models = {DENSE: copy.deepcopy(tensor_train).merge_and_unload(), TENSOR_TRAIN: tensor_train}
-    for form, model in models.items():
-        found = size_report(model).parameters
-        expected = TENSOR_TRAIN_PARAMETERS if form == TENSOR_TRAIN else DENSE_PARAMETERS
-        if found != expected:
-            raise RuntimeError(
-                f"The {form} model has {found:,} parameters instead of {expected:,}: its factors or ranks are others."
-            )
-    ids = torch.randint(config.vocab_size, (2, LENGTH))
-    with torch.no_grad():
-        logits = {form: model.eval()(input_ids=ids).logits for form, model in models.items()}
-    check_agreement("logits", logits[TENSOR_TRAIN], logits[DENSE], 1e-4)
-    return models
-
-
-def print_plan(compression: CompressionPlan) -> None:
-    """Layers of equal shape in one line each, and the whole model."""
-    table = Table(title="Compressed layers and their parameters", title_justify="left")
-    for heading in ("layers", "factors", "ranks", "dense, each", "tensor train"):
-        table.add_column(heading, justify="left" if heading in ("factors", "ranks") else "right")
-    groups: dict[tuple[tuple[int, ...], ...], list[LayerPlan]] = {}
-    for layer in compression:
-        groups.setdefault((layer.in_factors, layer.out_factors, layer.ranks), []).append(layer)
-    for shape, layers in groups.items():
-        in_factors, out_factors, ranks = (" ".join(map(str, sizes)) for sizes in shape)
-        counts = f"{layers[0].dense_parameters:,}", f"{layers[0].parameters:,}"
-        table.add_row(str(len(layers)), f"{in_factors} -> {out_factors}", ranks, *counts)
-    table.add_section()
-    table.add_row("", "whole model", "", f"{compression.dense_parameters:,}", f"{compression.parameters:,}")
-    Console().print(table)
-
-
-def compare(
-    models: dict[str, PreTrainedModel], dtype: str, dropout: float, optimizer_name: str, rounds: int
-) -> Comparison:
+def compare(models: dict[str, PreTrainedModel], args: argparse.Namespace) -> Comparison:
     """Time one training step of both models."""
-    batch = {
-        "input_ids": torch.randint(30522, (SEQUENCES, LENGTH)),
-        "attention_mask": torch.ones(SEQUENCES, LENGTH, dtype=torch.long),
-        "labels": torch.randint(3, (SEQUENCES,)),
-    }
-    candidates, saved_bytes = {}, {}
-    optimizer_s: dict[str, list[float]] = {form: [] for form in models}
+    batch = random_batch(args.batch, torch.device(args.device))
+    prepared = {}
     for form, model in models.items():
-        optimizer = make_optimizer(model.train(), optimizer_name if form == TENSOR_TRAIN else "adamw")
-        candidates[form] = partial(train_step, model, optimizer, batch, dtype, optimizer_s[form])
-        saved_bytes[form] = saved_for_backward(partial(compute_loss, model, batch, dtype), model.parameters())
-    timings = time_interleaved(candidates, rounds, label="training step")
-    extra: dict[str, str | int | float] = {}
-    for form, model in models.items():
+        optimizer = args.optimizer if form == TENSOR_TRAIN else "adamw"
+        prepared[form] = prepare_step(model, optimizer, batch, dtype=args.dtype, graphs=args.graphs)
+    timings = time_interleaved({form: ready.run for form, ready in prepared.items()}, args.rounds, label="step")
+    tokens, extra = batch["input_ids"].numel(), {}
+    for form, ready in prepared.items():
         column = form.replace(" ", "_")
-        extra[f"{column}_parameters"] = size_report(model).parameters
-        extra[f"{column}_tokens_per_s"] = round(SEQUENCES * LENGTH / timings.median(form))
-        extra[f"{column}_optimizer_s"] = round(statistics.median(optimizer_s[form]), 4)
+        extra[f"{column}_parameters"] = size_report(models[form]).parameters
+        extra[f"{column}_tokens_per_s"] = round(tokens / timings.median(form))
+        extra[f"{column}_optimizer_s"] = "" if ready.optimizer_s is None else round(ready.optimizer_s, 4)
+        extra[f"{column}_peak_bytes"] = "" if ready.peak_bytes is None else ready.peak_bytes
     return Comparison(
-        case={
-            "model": "bert-6x768",
-            "optimizer": optimizer_name,
-            "dtype": dtype,
-            "dropout": dropout,
-            "tokens": f"{SEQUENCES}x{LENGTH}",
-        },
+        case=case_of(args),
         timings=timings,
-        saved_bytes=saved_bytes,
-        promised=PROMISED if dtype == "fp32" else None,
-        unit="s",
+        saved_bytes={form: ready.saved_bytes for form, ready in prepared.items()},
+        promised=PROMISED.get((args.model, args.batch, args.dtype, args.device)),
+        unit="s" if args.device == "cpu" else "ms",
         extra=extra,
     )
 
 
-def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    """TTMuon, or AdamW with the library's groups."""
-    if name == "tt_muon":
-        return TTMuon(model, 1e-4)
-    return torch.optim.AdamW(comera_param_groups(model, 1e-4), lr=1e-4, fused=True)
+def random_batch(size: str, device: torch.device) -> dict[str, Tensor]:
+    """Tokens without padding. On a GPU no mask is given, so that attention may take its fastest kernel."""
+    rows, length = map(int, size.split("x"))
+    batch = {"input_ids": torch.randint(30522, (rows, length)), "labels": torch.randint(3, (rows,))}
+    if device.type == "cpu":
+        batch["attention_mask"] = torch.ones(rows, length, dtype=torch.long)
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], dtype: str, optimizer_s: list[float]
-) -> None:
-    """One whole step; the seconds of the optimizer are appended to ``optimizer_s``."""
-    compute_loss(model, batch, dtype).backward()
-    start = time.perf_counter()
-    optimizer.step()
-    optimizer_s.append(time.perf_counter() - start)
-    optimizer.zero_grad()
-
-
-def compute_loss(model: nn.Module, batch: dict[str, Tensor], dtype: str) -> Tensor:
-    """The loss of one batch, under autocast for bf16."""
-    with torch.autocast("cpu", DTYPES[dtype], enabled=dtype != "fp32"):
-        return model(**batch).loss
+def case_of(args: argparse.Namespace) -> dict[str, str | int | float]:
+    """What names the row, besides the machine; what was not used is left empty, as in rows from before."""
+    return {
+        "model": args.model,
+        "optimizer": args.optimizer,
+        "dtype": args.dtype,
+        "dropout": args.dropout,
+        "tokens": args.batch,
+        "gpu": "" if args.device == "cpu" else torch.cuda.get_device_name(),
+        "graphs": "yes" if args.graphs else "",
+        "kernels": "yes" if args.kernels else "",
+    }
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from interleaved_timing import RESULTS
+from speed_names import COLUMNS, NAMES
 
 DESCRIPTION = """\
 Every pair of comments in the README holds a table of one machine:
@@ -29,7 +30,7 @@ Every pair of comments in the README holds a table of one machine:
 A table has the number of threads and the environment with which most cases were
 measured, and the newest row of a case. "Memory kept" are rows of the same with
 --keep-freed-memory. Rows that name a GPU are a table of their own in the first
-pair. Cases without a name in NAMES, at the top of this script, are left out.
+pair. Cases without a name in speed_names.py are left out.
 """
 Row = dict[str, str]
 README = RESULTS.parents[1] / "README.md"
@@ -41,47 +42,6 @@ HEADINGS = (
 )  # fmt: skip
 BLOCK = re.compile(r"<!-- speed table(?P<name>[^:\n]*): begin -->\n.*?<!-- speed table(?P=name): end -->", re.DOTALL)
 MARKER = re.compile(r"<!-- speed table[^:\n]*: (?:begin|end) -->")
-
-_STEP = "training step, six-encoder BERT, 32 x 128 tokens"
-_EMBEDDING = "embedding 30522 x 768 with optimizer"
-_ENCODER = "inference, six-encoder BERT"
-_GENERATION = "32 tokens of generation, GPT-2 of six layers"
-# File, then the columns that tell its cases apart.
-COLUMNS = {
-    "bench_step": ("model", "tokens", "dtype", "dropout", "optimizer"),
-    "bench_linear": ("shape", "dtype", "rows"),
-    "bench_lookup": ("batch", "ids"),
-    "bench_inference": ("model", "tokens", "dtype"),
-}
-# What a case is called, in the order of the table. Braces take a column of the row.
-NAMES = {
-    ("bench_step", "bert-6x768", "32x128", "fp32", "0.1", "tt_muon"): f"{_STEP}, dropout 0.1",
-    ("bench_step", "bert-6x768", "32x128", "fp32", "0.0", "tt_muon"): f"{_STEP}, no dropout",
-    ("bench_step", "bert-6x768", "32x128", "bf16", "0.1", "tt_muon"): f"{_STEP}, dropout 0.1, bf16 autocast",
-    ("bench_step", "bert-6x768", "32x128", "bf16", "0.0", "tt_muon"): f"{_STEP}, no dropout, bf16 autocast",
-    ("bench_step", "bert-6x768", "32x128", "fp32", "0.1", "adamw"): f"{_STEP}, dropout 0.1, AdamW",
-    ("bench_step", "bert-6x768", "32x128", "fp32", "0.0", "adamw"): f"{_STEP}, no dropout, AdamW",
-    ("bench_step", "bert-6x768", "32x128", "bf16", "0.1", "adamw"): f"{_STEP}, dropout 0.1, bf16 autocast, AdamW",
-    ("bench_step", "bert-6x768", "32x128", "bf16", "0.0", "adamw"): f"{_STEP}, no dropout, bf16 autocast, AdamW",
-    ("bench_linear", "768x768", "fp32", "4096"): "linear 768 -> 768, forward and backward, 4096 rows",
-    ("bench_linear", "768x3072", "fp32", "4096"): "linear 768 -> 3072, forward and backward, 4096 rows",
-    ("bench_linear", "3072x768", "fp32", "4096"): "linear 3072 -> 768, forward and backward, 4096 rows",
-    ("bench_linear", "768x768", "bf16", "4096"): "linear 768 -> 768, forward and backward, 4096 rows, bf16",
-    ("bench_linear", "768x3072", "bf16", "4096"): "linear 768 -> 3072, forward and backward, 4096 rows, bf16",
-    ("bench_linear", "3072x768", "bf16", "4096"): "linear 3072 -> 768, forward and backward, 4096 rows, bf16",
-    ("bench_lookup", "text", "4096"): f"{_EMBEDDING}, {{distinct_ids}} distinct ids",
-    ("bench_lookup", "padded", "4096"): f"{_EMBEDDING}, padded batch, {{distinct_ids}} distinct ids",
-    ("bench_inference", "bert-6x768", "1x16", "fp32"): f"{_ENCODER}, 1 x 16 tokens",
-    ("bench_inference", "bert-6x768", "1x128", "fp32"): f"{_ENCODER}, 1 x 128 tokens",
-    ("bench_inference", "bert-6x768", "8x128", "fp32"): f"{_ENCODER}, 8 x 128 tokens",
-    ("bench_inference", "gpt2-6x768", "1x16+32", "fp32"): f"{_GENERATION}, 1 prompt of 16",
-    ("bench_inference", "gpt2-6x768", "8x16+32", "fp32"): f"{_GENERATION}, 8 prompts of 16",
-    ("bench_inference", "bert-6x768", "1x16", "bf16"): f"{_ENCODER}, 1 x 16 tokens, bf16",
-    ("bench_inference", "bert-6x768", "1x128", "bf16"): f"{_ENCODER}, 1 x 128 tokens, bf16",
-    ("bench_inference", "bert-6x768", "8x128", "bf16"): f"{_ENCODER}, 8 x 128 tokens, bf16",
-    ("bench_inference", "gpt2-6x768", "1x16+32", "bf16"): f"{_GENERATION}, 1 prompt of 16, bf16",
-    ("bench_inference", "gpt2-6x768", "8x16+32", "bf16"): f"{_GENERATION}, 8 prompts of 16, bf16",
-}
 
 
 class Setting(NamedTuple):

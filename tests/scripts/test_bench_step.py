@@ -1,0 +1,99 @@
+"""scripts/bench_step.py and step_timing.py: the step that is timed, plain and as a graph, and what is refused."""
+
+import sys
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+import bench_step
+from hf_comera import ComeraConfig, get_comera_model
+from interleaved_timing import DENSE, TENSOR_TRAIN
+from step_models import LARGE, build_models
+from step_timing import Step, make_optimizer, prepare_step
+from tests.training.tape_capture import use_tape
+
+CONFIG = BertConfig(vocab_size=30522, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+
+
+def tiny_model():
+    torch.manual_seed(0)
+    return get_comera_model(BertForSequenceClassification, ComeraConfig(rank=4), config=CONFIG)
+
+
+def parse(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", *words])
+    return bench_step.parse_arguments()
+
+
+@pytest.mark.parametrize("optimizer", ["tt_muon", "adamw"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_plain_step_trains(optimizer, dtype):
+    batch = bench_step.random_batch("2x8", torch.device("cpu"))
+    ready = prepare_step(tiny_model(), optimizer, batch, dtype=dtype, graphs=False)
+    before = [parameter.clone() for parameter in ready.plain.model.parameters()]
+    ready.run()
+    after = list(ready.plain.model.parameters())
+    assert not all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert all(parameter.grad is None for parameter in after)
+    assert ready.saved_bytes > 0
+    assert ready.optimizer_s > 0
+    assert ready.peak_bytes is None
+
+
+def test_a_graph_trains_as_plain_steps_do(monkeypatch):
+    use_tape(monkeypatch)
+    monkeypatch.setattr("hf_comera.training.graphed_step.why_not_captured", lambda optimizer: None)
+    batch = bench_step.random_batch("2x8", torch.device("cpu"))
+    models = [tiny_model().eval() for _ in range(2)]
+    plain, graphed = (Step(model, make_optimizer(model, "tt_muon"), batch, "fp32") for model in models)
+    replay = graphed.as_graph()  # with steps that warm up, and a first replay
+    replay()
+    for _ in range(5):
+        plain()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_step_that_cannot_be_recorded_says_why():
+    batch = bench_step.random_batch("2x8", torch.device("cpu"))
+    model = tiny_model()
+    with pytest.raises(RuntimeError, match=r"no CUDA graph: .* Leave --graphs out"):
+        Step(model, make_optimizer(model, "tt_muon"), batch, "fp32").as_graph()
+
+
+@pytest.mark.slow
+def test_large_models_agree_with_each_other():
+    models = build_models(LARGE, dropout=0.0)
+    dense, small = (sum(p.numel() for p in models[form].parameters()) for form in (DENSE, TENSOR_TRAIN))
+    assert dense > 10 * small
+
+
+def test_defaults_are_those_of_the_rows(monkeypatch):
+    case = bench_step.case_of(parse(monkeypatch))
+    assert case == {
+        "model": "bert-6x768", "optimizer": "tt_muon", "dtype": "fp32", "dropout": 0.1, "tokens": "32x128",
+        "gpu": "", "graphs": "", "kernels": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--graphs"], "need --device cuda"),
+        (["--kernels"], "need --device cuda"),
+        (["--dtype", "tf32"], "need --device cuda"),
+        (["--batch", "32"], "--batch 32 is not ROWSxTOKENS, such as 32x128"),
+        (["--batch", "0x4"], "--batch 0x4 is not ROWSxTOKENS"),
+        (["--model", "bert"], "invalid choice: 'bert'"),
+        pytest.param(
+            ["--device", "cuda"],
+            "torch finds no CUDA device here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(monkeypatch, capsys, words, message):
+    with pytest.raises(SystemExit):
+        parse(monkeypatch, *words)
+    assert message in capsys.readouterr().err
