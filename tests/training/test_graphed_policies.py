@@ -1,0 +1,54 @@
+"""``GraphedStep`` under activation policies: graphs make again in backward what the plain loop makes again."""
+
+from dataclasses import replace
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_comera import set_activation_policy
+from hf_comera.memory.policy import NAMED_POLICIES
+from tests.training.graphed_runs import STEPS, Run, assert_same, batches_of
+from tests.training.tape_capture import use_tape
+
+POLICIES = {name: replace(policy, min_bytes=0) for name, policy in NAMED_POLICIES.items() if name != "keep"}
+
+
+class KeptAlive(TorchDispatchMode):
+    """Holds on to all tensors, as the tape does: what is still there decides what FP8 is needed for."""
+
+    def __enter__(self):
+        self.tensors = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.tensors.append((args, kwargs, result))
+        return result
+
+
+def run(name, policy, **settings):
+    made = Run(name, **settings)
+    set_activation_policy(made.model, policy)
+    return made
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("name", ["bert-mlm", "gpt2", "llama-tied", "t5"])
+def test_every_number_is_that_of_the_plain_loop(monkeypatch, name, policy):
+    use_tape(monkeypatch)
+    batches = batches_of(name)
+    plain = run(name, policy).plainly(batches[:3])  # as many as warm up
+    with KeptAlive():
+        plain.plainly(batches[3:])
+    graphed = run(name, policy).by_graph(batches)
+    assert (graphed.step.num_captures, graphed.step.num_replays) == (1, STEPS - 3), graphed.step.reason
+    assert_same(plain, graphed)
+
+
+def test_ranks_are_cut_under_a_policy(monkeypatch):
+    use_tape(monkeypatch)
+    batches = batches_of(count=20)
+    plain = run("bert-mlm", POLICIES["rank"], part=0.4, total_steps=20).plainly(batches)
+    graphed = run("bert-mlm", POLICIES["rank"], part=0.4, total_steps=20).by_graph(batches)
+    assert graphed.step.num_captures >= 2
+    assert_same(plain, graphed)
