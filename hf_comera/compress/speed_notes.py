@@ -8,8 +8,8 @@ from torch import nn
 
 from hf_comera.compress.family_costs import FamilyCost
 from hf_comera.modules import TiedHead, TTLinear
+from hf_comera.ops.kernel_switch import kernels_are_wanted
 from hf_comera.ops.kernels import kernels_refusal
-from hf_comera.ops.low_rank_linear import kernels_are_wanted
 from hf_comera.tt.machine import Machine
 
 __all__ = ["speed_notes"]

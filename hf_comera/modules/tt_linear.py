@@ -13,7 +13,8 @@ from hf_comera.modules.joined import JoinedProjections
 from hf_comera.modules.stamp import can_keep
 from hf_comera.modules.wide_hidden import WideHidden, pays
 from hf_comera.ops.halves import layer_halves, padded_rank
-from hf_comera.ops.low_rank_linear import kernels_are_wanted, low_rank_linear
+from hf_comera.ops.kernel_switch import kernels_are_wanted
+from hf_comera.ops.low_rank_linear import low_rank_linear
 from hf_comera.ops.path_linear import dense_linear, path_linear
 from hf_comera.ops.precision import autocast_dtype, chain_dtype, without_autocast
 from hf_comera.ops.rank_activation import check_rank_activation, shrinkage

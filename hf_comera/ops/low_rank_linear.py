@@ -5,7 +5,6 @@ the kernels of ``kernels/`` run in its place once they are switched on: none of 
 takes them by itself. Second derivatives are those of ``ops/tt_linear.py`` only.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,31 +12,16 @@ import torch
 from torch import Tensor
 
 from hf_comera.ops import low_rank_kernels
+from hf_comera.ops.kernel_switch import kernels_are_wanted
 from hf_comera.ops.precision import without_autocast
 from hf_comera.ops.tt_linear import activate, from_code, to_code
 
-__all__ = ["kernels_are_wanted", "low_rank_linear", "use_kernels"]
+__all__ = ["low_rank_linear"]
 
-_SWITCH = "HF_COMERA_KERNELS"
 _DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_backward.default,
     "silu": torch.ops.aten.silu_backward.default,
 }
-_wanted = os.environ.get(_SWITCH, "0") not in ("", "0")
-
-
-def use_kernels(wanted: bool = True) -> None:
-    """Have CUDA kernels run where they can, from now on in this process; ``HF_COMERA_KERNELS=1`` does it from outside.
-
-    Where they cannot, plain torch runs; ``python -m hf_comera doctor`` and ``hf_comera.explain`` say why.
-    """
-    global _wanted
-    _wanted = wanted
-
-
-def kernels_are_wanted() -> bool:
-    """Whether the kernels were switched on."""
-    return _wanted
 
 
 def low_rank_linear(
@@ -78,7 +62,7 @@ def _(
 def _(
     x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, rank_activation: str | None
 ) -> tuple[Tensor, Tensor]:
-    if not _wanted or low_rank_kernels.low_rank_linear_refusal(x, left, right):
+    if not kernels_are_wanted() or low_rank_kernels.low_rank_linear_refusal(x, left, right):
         return _low_rank_linear._init_fn(x, left, right, bias, rank_activation)
     return low_rank_kernels.low_rank_linear(x, left, right, bias, rank_activation)
 
@@ -135,7 +119,7 @@ def _(
     *,
     activation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not _wanted or low_rank_kernels.low_rank_linear_refusal(x, left, right):
+    if not kernels_are_wanted() or low_rank_kernels.low_rank_linear_refusal(x, left, right):
         return _low_rank_linear_backward._init_fn(grad_y, grad_code, x, code, left, right, activation=activation)
     grads = low_rank_kernels.low_rank_linear_backward(
         grad_y, grad_code, x, code, left, right, rank_activation=activation

@@ -8,14 +8,11 @@ import torch
 from torch import Tensor
 
 from hf_comera.ops.coat_kernels import QuantisedParameter, coat_adamw_refusal
-from hf_comera.ops.low_rank_linear import kernels_are_wanted
+from hf_comera.ops.kernel_switch import kernels_serve
 from hf_comera.optim.coat_state import MOMENTS
 from hf_comera.optim.flat_groups import Layout
 
 __all__ = ["Piece", "batches", "entries_at_once", "split_for_kernel"]
-
-KERNEL_DEVICES = ("cuda",)
-"""The emulated kernel of a CPU is for tests."""
 
 
 class Piece(NamedTuple):
@@ -29,7 +26,7 @@ def split_for_kernel(pieces: Iterable[Piece]) -> tuple[list[QuantisedParameter],
     """What the kernel steps, if it is switched on, and all others."""
     taken, others = [], []
     for piece in pieces:
-        parameter = _for_kernel(piece) if kernels_are_wanted() else None
+        parameter = _for_kernel(piece) if kernels_serve(piece.tensors["value"].device) else None
         if parameter is None or coat_adamw_refusal(parameter) is not None:
             others.append(piece)
         else:
@@ -54,7 +51,7 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 def _for_kernel(piece: Piece) -> QuantisedParameter | None:
     layout, tensors = piece
-    if not layout.is_quantised or tensors["value"].device.type not in KERNEL_DEVICES:
+    if not layout.is_quantised:
         return None
     moments = [tensors[key + suffix] for key in MOMENTS for suffix in ("", "_scales")]
     gradient = tensors["gradient"].contiguous()

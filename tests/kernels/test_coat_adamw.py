@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from hf_comera.ops import use_kernels
+from hf_comera.ops import kernel_switch, use_kernels
 from hf_comera.ops.coat_kernels import QuantisedParameter, coat_adamw_refusal, coat_adamw_step
 from hf_comera.ops.fp8 import dequantise, quantise
 from hf_comera.ops.kernel_build import find_gcc, sources_folder
-from hf_comera.optim import CoatAdamW, coat_adamw, coat_pieces
+from hf_comera.optim import CoatAdamW, coat_adamw
 from tests.kernels.kernel_errors import assert_as_exact
 
 RULE = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
@@ -156,7 +156,7 @@ def test_a_rate_on_the_device_is_read_there(kernels):
 
 
 def test_the_optimizer_takes_it_where_it_is_switched_on(kernels, monkeypatch):
-    monkeypatch.setattr(coat_pieces, "KERNEL_DEVICES", (kernels.type,))
+    monkeypatch.setattr(kernel_switch, "KERNEL_DEVICES", (kernels.type,))
     model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 6)).to(kernels)
     twin = copy.deepcopy(model)
     inputs = torch.randn(5, 40, device=kernels)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hf_comera.ops.low_rank_linear import _low_rank_linear, _low_rank_linear_backward, low_rank_linear, use_kernels
+from hf_comera.ops import kernel_switch, use_kernels
+from hf_comera.ops.low_rank_linear import _low_rank_linear, _low_rank_linear_backward, low_rank_linear
 
 module = sys.modules["hf_comera.ops.low_rank_linear"]  # as an attribute of its package it is the function
 every_activation = pytest.mark.parametrize("rank_activation", [None, "silu", "gelu"])
@@ -64,7 +65,7 @@ def test_what_is_registered_for_gpus_computes_the_same(dtype, rank_activation, m
     """The kernels, emulated on the CPU, through the functions that a CUDA tensor would reach."""
     tensors = [tensor.detach() for tensor in problem((5,), dtype=dtype)]
     forward, backward = (op._backend_fns["cuda"] for op in (_low_rank_linear, _low_rank_linear_backward))
-    monkeypatch.setattr(module, "_wanted", True)
+    monkeypatch.setattr(kernel_switch, "_wanted", True)
     y, code = forward(*tensors, rank_activation)
     expected_y, expected_code = _low_rank_linear._init_fn(*tensors, rank_activation)
     tolerance = {"rtol": 2e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
@@ -83,7 +84,7 @@ def test_the_switch(monkeypatch):
     try:
         for wanted, expected in ((False, 0), (True, 1)):
             use_kernels(wanted)
-            assert module.kernels_are_wanted() is wanted
+            assert kernel_switch.kernels_are_wanted() is wanted
             forward(*tensors, None)
             assert len(called) == expected
     finally:
@@ -91,7 +92,7 @@ def test_the_switch(monkeypatch):
 
 
 def test_shapes_without_a_kernel_run_in_torch(monkeypatch):
-    monkeypatch.setattr(module, "_wanted", True)
+    monkeypatch.setattr(kernel_switch, "_wanted", True)
     tensors = [tensor.detach() for tensor in problem((5,), rank=200, dtype=torch.float32)]
     y, _ = _low_rank_linear._backend_fns["cuda"](*tensors, None)
     torch.testing.assert_close(y, reference(*tensors, None))
