@@ -25,6 +25,7 @@ struct dim3 {
 #define KERNEL void
 #define DEVICE inline
 #define SHARED static
+#define GRID_CONSTANT
 #define LAUNCH_BOUNDS(threads, blocks)
 
 namespace emulation {

@@ -2,7 +2,8 @@
 //
 // Rules for kernels, so that both targets mean the same:
 // - every thread of a block reaches every __syncthreads(), and every lane of a warp every warp function;
-// - a kernel takes its arguments as one struct, by value, and blocks have one axis;
+// - a kernel takes its arguments as one struct, by value, and blocks have one axis; where it takes addresses inside
+//   the struct, that is `const GRID_CONSTANT`, or each thread would copy it;
 // - shared memory is static and declared with SHARED;
 // - load_or_zero() reads global memory that no thread of the launch writes: the emulation cannot tell.
 #pragma once
@@ -17,6 +18,7 @@
 #define KERNEL __global__ void
 #define DEVICE __device__ __forceinline__
 #define SHARED __shared__
+#define GRID_CONSTANT __grid_constant__
 #define LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 
 template <class Arguments>

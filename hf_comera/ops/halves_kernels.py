@@ -1,121 +1,190 @@
-"""Halves of many tensor trains by one CUDA launch: the chains of cores of a whole model, multiplied in float32."""
+"""Calls of the CUDA kernels of the halves of many tensor trains, and of their gradients: all sides in one call.
 
+Nothing is kept between calls: addresses go with the launch, results come in fresh memory. So cores may move, and both
+calls can be captured in a CUDA graph. CPU tensors go to the emulated kernels, which are for tests.
+"""
+
+import ctypes
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_comera.ops.kernel_calls import current_stream, kernel_library, on_device
-from hf_comera.ops.kernels import check_status
+from hf_comera.ops.kernels import check_status, kernels_refusal
 
-__all__ = ["Half", "HalvesPlan", "tt_halves"]
+__all__ = ["Half", "half_refusal", "tt_halves", "tt_halves_backward"]
 
-MAX_CORES = 8  # of kernels/tt_halves.cu
-CORE_DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16)
+# of kernels/tt_chains.h
+MAX_CORES = 8
+SIDE_WORDS, CORE_WORDS = 7, 6
+LARGEST = 2**31
 
 
 class Half(NamedTuple):
     """One side of a tensor train.
 
     Shape:
-        left: cores ``(1, n_1, r_1), ..., (r_{d-1}, n_d, R)``; right: ``(R, n_1, r_1), ..., (r_{d-1}, n_d, 1)``.
+        left: cores ``(1, n_1, r_1), ..., (r_{d-1}, n_d, R)``; right: ``(R, n_1, r_1), ..., (r_{d-1}, n_d, 1)``; gates
+        ``(r_k,)`` on the last axis of the first cores, in float32.
     """
 
-    cores: list[Tensor]
+    cores: Sequence[Tensor]
     is_left: bool
     features: int
     """At most the product of the ``n``; what is beyond is cut off."""
     rank: int
     """At least ``R``; what is beyond is zeros."""
+    gates: Sequence[Tensor] = ()
+
+    @property
+    def true_rank(self) -> int:
+        """``R``."""
+        return self.cores[-1].shape[2] if self.is_left else self.cores[0].shape[0]
+
+    @property
+    def num_level_entries(self) -> int:
+        """Entries of the products of the outermost 0, 1, ..., d-1 cores, each with its rank towards the middle."""
+        chain = self.cores if self.is_left else self.cores[::-1]
+        extents = accumulate((core.shape[1] for core in chain), operator.mul, initial=1)
+        ranks = (core.shape[0 if self.is_left else 2] for core in chain)
+        return sum(extent * rank for extent, rank in zip(extents, ranks, strict=False))
 
 
-class HalvesPlan:
-    """The launch for a fixed set of cores, which are read at every ``run``; results stay in the same memory.
-
-    Building a plan copies a table of addresses to the device, so it cannot be captured in a CUDA graph; ``run`` can.
-
-    Args:
-        halves: At least one; all cores on one device and of one dtype, float32 or bfloat16, and contiguous.
-        dtype: Of the results, float32 or bfloat16.
-
-    Raises:
-        ValueError: If the kernel cannot take the cores.
-    """
-
-    def __init__(self, halves: Sequence[Half], dtype: torch.dtype) -> None:
-        _check(halves, dtype)
-        self.halves, self.dtype = list(halves), dtype
-        first = halves[0].cores[0]
-        self.device, self.library = first.device, kernel_library(first.device)
-        sizes = [half.rank * half.features for half in halves]
-        parts = torch.empty(sum(sizes), dtype=dtype, device=self.device).split(sizes)
-        self.results = [part.view(half.rank, half.features) for part, half in zip(parts, halves, strict=True)]
-        rows = [self._row(half, result) for half, result in zip(halves, self.results, strict=True)]
-        self.table = torch.tensor(rows, dtype=torch.int64).to(self.device)
-        self.scratch_size = max(_largest_product(half) for half in halves)
-        blocks = len(halves) * self.library.hf_comera_tt_halves_splits()
-        self.scratch = torch.empty(blocks * 2 * self.scratch_size, device=self.device)
-
-    def run(self) -> list[Tensor]:
-        """Multiply the cores as they are now.
-
-        Shape:
-            One ``(rank, features)`` for each half; neighbours in memory in their order.
-        """
-        cores_are_bf16 = self.halves[0].cores[0].dtype == torch.bfloat16
-        with on_device(self.device):
-            status = self.library.hf_comera_tt_halves(
-                self.table.data_ptr(),
-                len(self.halves),
-                self.scratch.data_ptr(),
-                self.scratch_size,
-                cores_are_bf16,
-                self.dtype == torch.bfloat16,
-                current_stream(self.device),
-            )
-        check_status(self.library, status, "tt_halves")
-        return self.results
-
-    def _row(self, half: Half, result: Tensor) -> list[int]:
-        row = [len(half.cores), int(half.is_left), half.features, half.rank, result.data_ptr()]
-        for core in half.cores:
-            row += [core.data_ptr(), *core.shape]
-        return row + [0] * (self.library.hf_comera_tt_halves_row() - len(row))
+def half_refusal(half: Half, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot make this half in ``dtype``, or None where they can."""
+    first, tensors = half.cores[0], [*half.cores, *half.gates]
+    if dtype not in DTYPES or first.dtype not in DTYPES:
+        return f"they take and make float32 and bfloat16, not {first.dtype} and {dtype}"
+    expected = [first.dtype] * len(half.cores) + [torch.float32] * len(half.gates)
+    if [tensor.dtype for tensor in tensors] != expected:
+        return f"they take cores of one dtype and gates in float32, not {[str(tensor.dtype) for tensor in tensors]}"
+    if any(tensor.device != first.device or not tensor.is_contiguous() for tensor in tensors):
+        return "they take contiguous cores and gates on one device; use core.contiguous()"
+    covered = math.prod(core.shape[1] for core in half.cores)
+    if not 1 <= len(half.cores) <= MAX_CORES or not 1 <= half.true_rank <= half.rank or half.features > covered:
+        return (
+            f"they take 1 to {MAX_CORES} cores, ranks from 1 to rank and features that cores cover, not "
+            f"{len(half.cores)} cores that cover {covered}, features={half.features}, a rank of {half.true_rank} and "
+            f"rank={half.rank}"
+        )
+    if half.rank * covered >= LARGEST or any(core.numel() >= LARGEST for core in half.cores):
+        return f"they take halves and cores of fewer than {LARGEST} entries, not {half.rank} x {covered}"
+    if first.device.type not in ("cpu", "cuda"):
+        return f"they run on CUDA devices, not on {first.device}"
+    return kernels_refusal(first.device) if first.device.type == "cuda" else None
 
 
 def tt_halves(halves: Sequence[Half], dtype: torch.dtype) -> list[Tensor]:
-    """Products of the cores of every half, ``(rank, features)`` each, in one launch."""
-    return HalvesPlan(halves, dtype).run() if halves else []
+    """Products of the cores of every half, as they are now, with their gates.
+
+    Args:
+        halves: Cores of all of them on one device and of one dtype.
+        dtype: Of the results, float32 or bfloat16.
+
+    Shape:
+        One ``(rank, features)`` for each half; neighbours in memory in their order.
+
+    Raises:
+        ValueError: If the kernel cannot take a half; ``half_refusal`` says so beforehand.
+    """
+    if not halves:
+        return []
+    _check(halves, dtype)
+    device = halves[0].cores[0].device
+    sizes = [half.rank * half.features for half in halves]
+    parts = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
+    results = [part.view(half.rank, half.features) for part, half in zip(parts, halves, strict=True)]
+    splits = kernel_library(device).hf_comera_tt_halves_splits()
+    _launch("hf_comera_tt_halves", halves, results, [splits * half.num_level_entries for half in halves], [])
+    return results
 
 
-def _largest_product(half: Half) -> int:
-    """Numbers of the largest product on the way, with the core that the chain starts from, without the whole half."""
-    cores = half.cores if half.is_left else half.cores[::-1]
-    extent, sizes = 1, []
-    for core in cores[: max(1, len(cores) - 1)]:
-        extent *= core.shape[1]
-        sizes.append(extent * core.shape[2 if half.is_left else 0])
-    return max(sizes)
+def tt_halves_backward(halves: Sequence[Half], grads: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Gradients of the cores and gates of every half from that of its product; the same bits each time.
+
+    Args:
+        halves: As for :func:`tt_halves`.
+        grads: Of the products, all of one dtype.
+
+    Shape:
+        One ``(rank, features)`` for each half -> for each half gradients of its cores, in their dtype, then of its
+        gates, in float32.
+
+    Raises:
+        ValueError: As :func:`tt_halves`.
+    """
+    if not halves:
+        return []
+    _check(halves, grads[0].dtype)
+    cores = [core for half in halves for core in half.cores]
+    of_cores, of_gates = iter(_alike(cores)), iter(_alike([gate for half in halves for gate in half.gates]))
+    found = [[next(of_cores) for _ in half.cores] + [next(of_gates) for _ in half.gates] for half in halves]
+    splits = kernel_library(cores[0].device).hf_comera_tt_halves_splits()
+    sizes = [(splits + 1) * half.num_level_entries + sum(core.numel() for core in half.cores) for half in halves]
+    _launch("hf_comera_tt_halves_backward", halves, [grad.contiguous() for grad in grads], sizes, found)
+    return found
+
+
+def _launch(
+    function: str,
+    halves: Sequence[Half],
+    products: Sequence[Tensor],
+    scratch_sizes: Sequence[int],
+    grads: Sequence[Sequence[Tensor]],
+) -> None:
+    """Call ``function`` with the table of all sides, in host memory, and with scratch memory for each."""
+    first = halves[0].cores[0]
+    scratch = torch.empty(sum(scratch_sizes), device=first.device)
+    starts = accumulate(scratch_sizes, initial=0)
+    words = SIDE_WORDS + CORE_WORDS * max(len(half.cores) for half in halves)
+    table: list[int] = []
+    for index, (half, product, start) in enumerate(zip(halves, products, starts, strict=False)):
+        row = [len(half.cores), int(half.is_left), half.features, half.rank, half.cores[0].shape[0]]
+        row += [product.data_ptr(), scratch.data_ptr() + start * scratch.element_size()]
+        row += _core_words(half, grads[index] if grads else ())
+        table += row + [0] * (words - len(row))
+    library = kernel_library(first.device)
+    formats = (first.dtype == torch.bfloat16, products[0].dtype == torch.bfloat16)
+    with on_device(first.device):
+        status = getattr(library, function)(
+            (ctypes.c_int64 * len(table))(*table), len(halves), words, *formats, current_stream(first.device)
+        )
+    check_status(library, status, function)
+
+
+def _core_words(half: Half, grads: Sequence[Tensor]) -> Iterator[int]:
+    """What the table says of each core."""
+    num_cores = len(half.cores)
+    for place, core in enumerate(half.cores):
+        has_gate = place < len(half.gates)
+        yield from (core.data_ptr(), half.gates[place].data_ptr() if has_gate else 0, core.shape[1], core.shape[2])
+        yield grads[place].data_ptr() if grads else 0
+        yield grads[num_cores + place].data_ptr() if grads and has_gate else 0
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Room for as many numbers as ``tensors`` have, in one piece of memory."""
+    if not tensors:
+        return []
+    sizes = [tensor.numel() for tensor in tensors]
+    parts = tensors[0].new_empty(sum(sizes)).split(sizes)
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _check(halves: Sequence[Half], dtype: torch.dtype) -> None:
-    cores = [core for half in halves for core in half.cores]
-    if dtype not in CORE_DTYPES or cores[0].dtype not in CORE_DTYPES:
-        raise ValueError(f"tt_halves takes and makes float32 and bfloat16, not {cores[0].dtype} and {dtype}.")
-    for core in cores:
-        if core.dtype != cores[0].dtype or core.device != cores[0].device or not core.is_contiguous():
-            raise ValueError(
-                f"tt_halves takes contiguous cores of one dtype on one device; found {core.dtype} on {core.device} "
-                f"with strides {core.stride()} beside {cores[0].dtype} on {cores[0].device}. Use core.contiguous()."
-            )
+    first = halves[0].cores[0]
     for half in halves:
-        num_cores, true_rank = len(half.cores), half.cores[-1].shape[2] if half.is_left else half.cores[0].shape[0]
-        covered = math.prod(core.shape[1] for core in half.cores)
-        if not 1 <= num_cores <= MAX_CORES or not 1 <= true_rank <= half.rank or half.features > covered:
+        core = half.cores[0]
+        if core.dtype != first.dtype or core.device != first.device:
             raise ValueError(
-                f"tt_halves takes 1 to {MAX_CORES} cores, ranks from 1 to rank and features that cores cover; "
-                f"found {num_cores} cores that cover {covered}, features={half.features}, a rank of {true_rank}, "
-                f"rank={half.rank}."
+                f"tt_halves takes cores of one dtype on one device; found {core.dtype} on {core.device} beside "
+                f"{first.dtype} on {first.device}. Call it once for each."
             )
+        if reason := half_refusal(half, dtype):
+            raise ValueError(f"tt_halves has no kernel for this: {reason}.")

@@ -33,9 +33,9 @@ SIGNATURES = {
     "hf_comera_coat_adamw_tensors": "i",
     "hf_comera_coat_adamw": "i piii p ddddd p",
     "hf_comera_low_rank_ffn": "i ipppppppppp liiiiiiip",
-    "hf_comera_tt_halves_row": "i",
     "hf_comera_tt_halves_splits": "i",
-    "hf_comera_tt_halves": "i pipliip",
+    "hf_comera_tt_halves": "i piiiip",
+    "hf_comera_tt_halves_backward": "i piiiip",
     "hf_comera_ttm_shares": "i",
     "hf_comera_ttm_max_row": "i",
     "hf_comera_ttm_rows": "i pppp lliiiiiip",
@@ -58,6 +58,7 @@ STATUS = {
     -4: "a size is negative or too large",
 }
 PRECISIONS = ["bf16", "tf32", "fp32"]  # the numbers of kernels/fragments.h
+ELEMENTS = {"f": "fp32", "t": "bf16"}  # float and uint16_t in the names of templates
 MINIMUM_CAPABILITY = (8, 0)
 
 
@@ -178,9 +179,11 @@ def read_resources(log: str) -> list[KernelResources]:
 
 def _readable(mangled: str) -> str:
     """``linear<bf16, 32, aligned>`` from the name in the object file."""
-    found = re.search(r"\d+([a-z_]+)_kernel(?:I((?:L[ib]\d+E)+)E)?", mangled)
+    found = re.search(r"\d+([a-z_]+)_kernel(?:I([ft]|(?:L[ib]\d+E)+)E)?", mangled)
     if found is None:
         return mangled
+    if found[2] in ELEMENTS:
+        return f"{found[1]}<{ELEMENTS[found[2]]}>"
     values = [int(value) for value in re.findall(r"L[ib](\d+)E", found[2] or "")]
     if len(values) == 3:
         precision, rank, aligned = values

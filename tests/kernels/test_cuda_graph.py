@@ -5,7 +5,7 @@ import torch
 
 from hf_comera.ops.coat_kernels import coat_adamw_step
 from hf_comera.ops.ffn_kernels import low_rank_ffn
-from hf_comera.ops.halves_kernels import Half, HalvesPlan
+from hf_comera.ops.halves_kernels import Half, tt_halves, tt_halves_backward
 from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward
 from hf_comera.ops.ttm_kernels import ttm_rows, ttm_table_gradients
 from tests.kernels.test_coat_adamw import new_parameter
@@ -19,7 +19,7 @@ def test_every_call_can_be_captured():
     x, left, right, grad_y = make(70, 64), make(32, 64), make(32, 96), make(70, 96)
     left_out, right_out = make(16, 96), make(16, 64)
     table_left, table_right, ids = make(4, 6, 8), make(5, 8, 7), torch.randint(0, 20, (70,), device="cuda")
-    plan = HalvesPlan([Half([make(1, 4, 6), make(6, 5, 8)], True, 20, 8)], torch.float32)
+    side = [Half([make(1, 4, 6), make(6, 5, 8)], True, 20, 8, [make(6), make(8)])]
 
     kept, rate = new_parameter((70, 64), torch.float32, "cuda"), torch.tensor(1e-3, device="cuda")
 
@@ -40,7 +40,8 @@ def test_every_call_can_be_captured():
             *block,
             rows,
             *ttm_table_gradients(rows, ids, table_left, table_right, 20),
-            *plan.run(),
+            *(halves := tt_halves(side, torch.float32)),
+            *tt_halves_backward(side, halves)[0],
             *step(),
         ]
 
@@ -50,6 +51,7 @@ def test_every_call_can_be_captured():
     with torch.cuda.graph(graph):
         captured = compute()
     x.copy_(make(70, 64))
+    side[0].cores[1].copy_(make(6, 5, 8))
     ids.copy_(torch.randint(0, 20, (70,), device="cuda"))
     graph.replay()
     for replayed, fresh in zip(captured, compute(), strict=True):

@@ -8,7 +8,7 @@ import torch
 
 from hf_comera.ops.coat_kernels import coat_adamw_step
 from hf_comera.ops.ffn_kernels import low_rank_ffn
-from hf_comera.ops.halves_kernels import Half, tt_halves
+from hf_comera.ops.halves_kernels import Half, tt_halves, tt_halves_backward
 from hf_comera.ops.kernel_build import build_emulated_library, sources_folder
 from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward
 from hf_comera.ops.ttm_kernels import ttm_rows, ttm_table_gradients
@@ -64,7 +64,10 @@ def ffn(dtype):
 def halves(dtype):
     cores = [torch.randn(shape).to(dtype) for shape in ((1, 6, 5), (5, 4, 9), (9, 3, 7), (7, 2, 10))]
     backwards = [core.permute(2, 1, 0).contiguous() for core in reversed(cores)]
-    return tt_halves([Half(cores, True, 140, 16), Half(backwards, False, 144, 16)], torch.float32)
+    gates = [torch.rand(rank) for rank in (5, 9, 7, 10)]
+    sides = [Half(cores, True, 140, 16, gates), Half(backwards, False, 144, 16)]
+    found = tt_halves_backward(sides, [torch.randn(16, side.features) for side in sides])
+    return [*tt_halves(sides, dtype), *(each for grads in found for each in grads)]
 
 
 def lookup(dtype):

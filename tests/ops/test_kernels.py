@@ -22,6 +22,9 @@ ptxas info    : Used 32 registers, used 0 barriers
 ptxas info    : Compiling entry function '_ZN12_GLOBAL__N_12table_kernelILb1EEEvNS_9GradientsE' for 'sm_80'
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 56 registers, used 1 barriers, 32768 bytes smem
+ptxas info    : Compiling entry function '_ZN12_GLOBAL__N_13halves_kernelItEEvN6chains5TableE' for 'sm_80'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 89 registers, used 1 barriers, 4360 bytes cmem[0]
 """  # noqa: E501
 
 
@@ -46,6 +49,7 @@ def test_reads_the_log_of_nvcc():
         KernelResources("linear<bf16, 32, aligned>", "sm_90a", 128, 20, 40960),
         KernelResources("sum", "sm_80", 32, 0, 0),
         KernelResources("table<1>", "sm_80", 56, 0, 32768),
+        KernelResources("halves<bf16>", "sm_80", 89, 0, 0),
     ]
 
 
@@ -88,7 +92,7 @@ def test_builds_for_every_gpu_that_is_new_enough(monkeypatch, tmp_path):
 
     pretend_gpu(monkeypatch, (9, 0), (7, 5), (8, 0), (9, 0))
     monkeypatch.setattr(kernels, "build_library", build_library)
-    assert len(build_kernels()) == 6
+    assert len(build_kernels()) == 8
     assert asked == ["sm_80", "sm_90a"]
 
 
@@ -113,7 +117,8 @@ def test_kernels_of_aligned_sizes_do_not_spill(monkeypatch, tmp_path):
     assert {row.architecture for row in rows} == {"sm_90a"}
     names = {row.kernel.partition("<")[0] for row in rows}
     linear = {"linear", "code_gradient", "product", "sum"}
-    assert names == linear | {"ffn", "halves", "rows", "grad_rows", "table"}
+    chains = {"halves", "last_link", "other_links"}
+    assert names == linear | chains | {"ffn", "rows", "grad_rows", "table", "coat_adamw"}
     spilling = [row for row in rows if row.spilled_bytes and "any sizes" not in row.kernel]
     assert not spilling
     (library,) = tmp_path.rglob("*.so")
