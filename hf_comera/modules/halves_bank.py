@@ -14,7 +14,7 @@ nobody else uses them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from hf_comera.modules.stamp import Stamp, can_keep, note_parameter_edit
-from hf_comera.ops.halves import Side, stacked_halves
+from hf_comera.ops.halves import Side
+from hf_comera.ops.model_halves import model_halves
 from hf_comera.ops.precision import without_autocast
 
 if TYPE_CHECKING:
@@ -92,9 +93,9 @@ class HalvesBank:
             member_dtype = dtype if entry is None or member is layer else entry.dtype
             if can_keep(tensors) and not (entry is not None and entry.holds(tensors, member_dtype)):
                 members[member] = member_dtype
-        lefts, rights = _build_sides(members, on_left=True), _build_sides(members, on_left=False)
+        found = _build_halves(members)
         for member, member_dtype in members.items():
-            (left, left_side), (right, right_side) = lefts[member], rights[member]
+            (left, left_side), (right, right_side) = found[member]
             tensors = member.train_parameters()
             trained = tuple(tensor.requires_grad for tensor in tensors) if torch.is_grad_enabled() else None
             stamp = Stamp.of(tensors)
@@ -137,24 +138,33 @@ class _Entry:
         )
 
 
-def _build_sides(members: dict[TTLinear, torch.dtype], on_left: bool) -> dict[TTLinear, tuple[Tensor, Side]]:
-    """The half on one side of each member, and the side that it was built with."""
+def _build_halves(members: dict[TTLinear, torch.dtype]) -> dict[TTLinear, list[tuple[Tensor, Side]]]:
+    """The left and the right half of each member, and the side that each was built with."""
+    families = [family for on_left in (True, False) for family in _families(members, on_left)]
+    found: dict[TTLinear, list[tuple[Tensor, Side]]] = {member: [] for member in members}
+    for (layers, side), halves in zip(families, model_halves([side for _, side in families]), strict=True):
+        for layer, half in zip(layers, halves, strict=True):
+            found[layer].append((half, side))
+    return found
+
+
+def _families(members: dict[TTLinear, torch.dtype], on_left: bool) -> Iterator[tuple[list[TTLinear], Side]]:
+    """Members whose halves on one side can be built together, and that side of them."""
     families: dict[tuple[Any, ...], list[TTLinear]] = {}
     for layer, dtype in members.items():
         families.setdefault(_family(layer, dtype, on_left), []).append(layer)
-    found: dict[TTLinear, tuple[Tensor, Side]] = {}
     for layers in families.values():
         first = layers[0]
-        side = Side(
-            cores=[_of_side(layer, layer.cores(), on_left) for layer in layers],
-            gates=[_of_side(layer, layer.rank_gates(), on_left) for layer in layers],
-            on_left=on_left,
-            features=first.in_features if on_left else first.out_features,
-            dtype=members[first],
+        yield (
+            layers,
+            Side(
+                cores=[_of_side(layer, layer.cores(), on_left) for layer in layers],
+                gates=[_of_side(layer, layer.rank_gates(), on_left) for layer in layers],
+                on_left=on_left,
+                features=first.in_features if on_left else first.out_features,
+                dtype=members[first],
+            ),
         )
-        for layer, half in zip(layers, stacked_halves(side), strict=True):
-            found[layer] = (half, side)
-    return found
 
 
 def _family(layer: TTLinear, dtype: torch.dtype, on_left: bool) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from hf_comera.ops.precision import chain_dtype
 from hf_comera.tt.cores import contract_left, contract_left_backward, contract_right, contract_right_backward
 from hf_comera.tt.ragged import RaggedStacks
 
-__all__ = ["RANK_MULTIPLE", "Side", "layer_halves", "padded_rank", "stacked_halves"]
+__all__ = ["RANK_MULTIPLE", "Side", "differentiable_gradients", "layer_halves", "padded_rank", "stacked_halves"]
 
 # CPU libraries are markedly faster with 32 columns than with 30, and GPUs fill whole tensor-core tiles.
 RANK_MULTIPLE = 8
@@ -156,7 +156,7 @@ class _StackedHalves(torch.autograd.Function):
         if not used:
             found: list[list[Any]] = []
         elif torch.is_grad_enabled():
-            found = _differentiable_gradients(side, used, [grads[index] for index in used])
+            found = [differentiable_gradients(side, index, grads[index]) for index in used]
         else:
             found = _stacked_gradients(ctx, used, [grads[index] for index in used])
         of_layer = dict(zip(used, found, strict=True))
@@ -198,18 +198,16 @@ def _by_layer(stacks: RaggedStacks, stacked: list[Tensor], dtype: torch.dtype) -
     return [parts[index::num_layers] for index in range(num_layers)]
 
 
-def _differentiable_gradients(side: Side, used: list[int], grads: list[Any]) -> list[list[Any]]:
-    """The same layer by layer, with a graph, for second derivatives."""
+def differentiable_gradients(side: Side, index: int, grad: Any) -> list[Any]:
+    """Gradients of the cores and gates of one layer, with a graph, for second derivatives."""
+    cores, gates = side.cores[index], side.gates[index]
 
     def half_of(tensors: list[Any]) -> Tensor:
-        cores, gates = tensors[: len(side.cores[0])], tensors[len(side.cores[0]) :]
-        gated = [(core * gate).to(core.dtype) for core, gate in zip(cores, gates, strict=False)] + cores[len(gates) :]
+        stand_ins = zip(tensors, tensors[len(cores) :], strict=False)
+        gated = [(core * gate).to(core.dtype) for core, gate in stand_ins] + tensors[len(gates) : len(cores)]
         return _one_half(gated, side.on_left, side.features).to(side.dtype)
 
-    return [
-        gradients_of(half_of, [*side.cores[index], *side.gates[index]], grad, create_graph=True)
-        for index, grad in zip(used, grads, strict=True)
-    ]
+    return gradients_of(half_of, [*cores, *gates], grad, create_graph=True)
 
 
 def _one_half(cores: Sequence[Tensor], on_left: bool, features: int) -> Tensor:

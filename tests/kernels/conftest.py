@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_comera.ops import kernel_switch
 from hf_comera.ops.kernel_build import find_gcc
 from hf_comera.ops.kernels import emulated_kernels, kernels_refusal
 
@@ -27,3 +28,11 @@ def kernels(device, _cache_of_the_tests):
     else:
         emulated_kernels()
     return device
+
+
+@pytest.fixture
+def served(kernels, monkeypatch):
+    """The device, whose kernels layers take: on a CPU the emulated ones; ``use_kernels(False)`` has them use torch."""
+    monkeypatch.setattr(kernel_switch, "KERNEL_DEVICES", (kernels.type,))
+    monkeypatch.setattr(kernel_switch, "_wanted", True)
+    return kernels

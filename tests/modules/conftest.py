@@ -11,8 +11,13 @@ from hf_comera.ops import wide_code
 def builds(monkeypatch):
     """Layers in each family that is built."""
     seen = []
-    build = halves_bank.stacked_halves
-    monkeypatch.setattr(halves_bank, "stacked_halves", lambda side: seen.append(len(side.cores)) or build(side))
+    build = halves_bank.model_halves
+
+    def watched(sides):
+        seen.extend(len(side.cores) for side in sides)
+        return build(sides)
+
+    monkeypatch.setattr(halves_bank, "model_halves", watched)
     return seen
 
 
