@@ -10,11 +10,36 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_comera.ops.kernel_calls import current_stream, kernel_library, on_device, pointers
-from hf_comera.ops.kernels import check_status
+from hf_comera.ops.kernels import check_status, kernels_refusal
 
-__all__ = ["ttm_rows", "ttm_table_gradients"]
+__all__ = ["lookup_refusal", "ttm_rows", "ttm_table_gradients"]
 
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+def lookup_refusal(ids: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot look up ``ids`` in these tables, or None where they can.
+
+    Shape:
+        ids ``(...)``, left ``(A, H, R)``, right ``(B, R, K)``; ``dtype`` is that of the rows and of their gradients.
+    """
+    if ids.is_floating_point() or ids.is_complex():
+        return f"they take ids of an integer dtype, not {ids.dtype}"
+    if left.dtype != torch.float32 or right.dtype != torch.float32 or dtype not in DTYPES:
+        return (
+            "they take float32 tables and rows in float32 or bfloat16, not tables in "
+            f"{left.dtype} and {right.dtype} and rows in {dtype}"
+        )
+    if not ids.device == left.device == right.device:
+        return f"ids and tables are on different devices: {ids.device}, {left.device}, {right.device}"
+    if left.shape[2] != right.shape[1]:
+        return f"the ranks of the tables differ: left {tuple(left.shape)}, right {tuple(right.shape)}"
+    if left.device.type not in ("cpu", "cuda"):
+        return f"they run on CUDA devices, not on {left.device}"
+    if left.device.type == "cuda" and (reason := kernels_refusal(left.device)):
+        return reason
+    size, limit = _padded_hidden(left) * right.shape[2], kernel_library(left.device).hf_comera_ttm_max_row()
+    return f"they take embedding rows of up to {limit} numbers with padding, not {size}" if size > limit else None
 
 
 def ttm_rows(
@@ -29,9 +54,9 @@ def ttm_rows(
         float32 or bfloat16.
 
     Raises:
-        ValueError: If the kernel cannot take the tables.
+        ValueError: If the kernel cannot take the tables; ``lookup_refusal`` says so beforehand.
     """
-    _check(left, right, dtype)
+    _check(ids, left, right, dtype)
     hidden, right_rows, columns = left.shape[1], right.shape[0], right.shape[2]
     left_ARH = _padded(_padded(left, 2).transpose(1, 2), 2).contiguous()
     right_BRK = _padded(right, 1).contiguous()
@@ -56,15 +81,14 @@ def ttm_table_gradients(
         grad ``(..., E)``, float32 or bfloat16, ids ``(...)``: like ``left`` and ``right``, in float32.
 
     Raises:
-        ValueError: If the kernel cannot take the tables.
+        ValueError: If the kernel cannot take the tables; ``lookup_refusal`` says so beforehand.
     """
-    _check(left, right, grad.dtype)
+    _check(ids, left, right, grad.dtype)
     (left_rows, hidden, rank), (right_rows, _, columns) = left.shape, right.shape
     left_AHR = _padded(left, 2).contiguous()
     right_BKR = _padded(right.transpose(1, 2), 2).contiguous()
-    padded_rank, padded_hidden = left_AHR.shape[2], hidden + -hidden % 4
+    padded_rank, padded_hidden = left_AHR.shape[2], _padded_hidden(left)
     library = kernel_library(left.device)
-    _check_row(padded_hidden * columns, library.hf_comera_ttm_max_row())
     # Distinct ids without `unique`, whose result has a size that only the device knows.
     sorted_ids, order = torch.sort(ids.reshape(-1).to(torch.int64), stable=True)
     starts = torch.searchsorted(sorted_ids, torch.arange(num_embeddings + 1, device=ids.device))
@@ -89,16 +113,11 @@ def _padded(table: Tensor, axis: int) -> Tensor:
     return pad(table, (0, 0) * (table.dim() - 1 - axis) + (0, -table.shape[axis] % 4))
 
 
-def _check(left: Tensor, right: Tensor, dtype: torch.dtype) -> None:
-    if left.dtype != torch.float32 or right.dtype != torch.float32 or dtype not in DTYPES:
-        raise ValueError(
-            "the lookup kernels take float32 tables and rows in float32 or bfloat16, not tables in "
-            f"{left.dtype} and {right.dtype} and rows in {dtype}."
-        )
-    if left.shape[2] != right.shape[1]:
-        raise ValueError(f"the ranks of the tables differ: left {tuple(left.shape)}, right {tuple(right.shape)}.")
+def _padded_hidden(left: Tensor) -> int:
+    """Hidden factor of the left table as the backward kernel wants it."""
+    return left.shape[1] + -left.shape[1] % 4
 
 
-def _check_row(size: int, limit: int) -> None:
-    if size > limit:
-        raise ValueError(f"the lookup kernels take embedding rows of up to {limit} numbers with padding, not {size}.")
+def _check(ids: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> None:
+    if reason := lookup_refusal(ids, left, right, dtype):
+        raise ValueError(f"the lookup has no kernel for this: {reason}.")

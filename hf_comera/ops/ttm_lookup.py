@@ -7,7 +7,8 @@ How many ids are distinct is known on the device only. On a GPU, asking for it w
 be part of a CUDA graph; there every place is contracted by itself, or, if the table has no more rows than there are
 places, every row of the table once. Gradients are added up in a fixed order in both forms.
 
-The plain-torch body below is the reference and the path of every device without a kernel.
+The plain-torch body below is the reference. On a GPU the kernels of ``ttm_kernels.py`` make rows and gradients of the
+half tables in its place, once they are switched on; the half tables themselves stay products in torch.
 
 Source: CoMERA, arXiv:2405.14377, optimised embedding lookup (unique rows, half tables). Doing both levels by default,
 with an own backward, is ours.
@@ -22,7 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_comera.ops.kernel_switch import kernels_serve
 from hf_comera.ops.precision import without_autocast
+from hf_comera.ops.ttm_kernels import lookup_refusal, ttm_rows, ttm_table_gradients
 from hf_comera.ops.ttm_tables import HalfTables, half_tables, half_tables_backward
 
 __all__ = ["check_ids", "look_up_in_tables", "ttm_lookup"]
@@ -47,7 +50,8 @@ def ttm_lookup(
         ``(...) -> (..., embedding_dim)``, in the dtype of the cores.
 
     Raises:
-        IndexError: If an id lies outside ``[0, num_embeddings)`` (on a CPU; a GPU asserts on the device).
+        IndexError: If an id lies outside ``[0, num_embeddings)`` (on a CPU; torch on a GPU asserts on the device, the
+            kernel gives a row of NaN).
 
     Source:
         CoMERA, arXiv:2405.14377, optimised TTM lookup.
@@ -72,6 +76,8 @@ def look_up_in_tables(
     Shape:
         ``(...) -> (..., embedding_dim)``, in ``dtype``.
     """
+    if _takes_kernel(ids, tables, dtype):
+        return ttm_rows(ids, tables.left, tables.right, num_embeddings, embedding_dim, dtype)
     unique_U, place = _rows_to_make(ids.reshape(-1), num_embeddings)
     rows_UE = tables.left.new_empty(unique_U.numel(), embedding_dim)
     for start, left, right in _gathered(tables, unique_U):
@@ -95,6 +101,9 @@ def _ttm_lookup_backward(
 ) -> list[Tensor]:
     """An operator of its own, since the number of distinct ids is a shape that no compiler can know."""
     tables = half_tables(cores)
+    if _takes_kernel(ids, tables, grad.dtype):
+        grads = ttm_table_gradients(grad, ids, tables.left, tables.right, num_embeddings, padding_idx)
+        return half_tables_backward(tables, *grads, cores)
     unique_U, place = _rows_to_make(ids.reshape(-1), num_embeddings)
     drows_UE = grad.reshape(-1, grad.shape[-1]).to(tables.left.dtype)
     if place is not None:
@@ -123,6 +132,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 _ttm_lookup.register_autograd(_backward, setup_context=_save)
+
+
+def _takes_kernel(ids: Tensor, tables: HalfTables, dtype: torch.dtype) -> bool:
+    return kernels_serve(tables.left.device) and lookup_refusal(ids, tables.left, tables.right, dtype) is None
 
 
 def _table_gradients(tables: HalfTables, unique_U: Tensor, drows_UE: Tensor) -> tuple[Tensor, Tensor]:
