@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_comera.ops.ttm_kernels import ttm_rows, ttm_table_gradients
+from hf_comera.ops.ttm_kernels import lookup_refusal, ttm_rows, ttm_table_gradients
 from tests.kernels.kernel_errors import assert_as_exact, between_nans
 
 # rows and columns of the left table, rank, rows and columns of the right table, vocabulary, embedding size, ids
@@ -109,12 +109,25 @@ def test_the_same_bits_each_time(kernels):
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
-def test_says_what_it_cannot_take():
-    left, right = make_tables((2, 4, 5, 2, 7), "cpu")
-    ids = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="float64"):
-        ttm_rows(ids, left.double(), right, 4, 28, torch.float32)
-    with pytest.raises(ValueError, match="float16"):
-        ttm_rows(ids, left, right, 4, 28, torch.float16)
-    with pytest.raises(ValueError, match="ranks of the tables differ"):
-        ttm_rows(ids, left, right[:, 1:], 4, 28, torch.float32)
+REFUSED = {
+    "float64": lambda ids, left, right: (ids, left.double(), right, torch.float32),
+    "float16": lambda ids, left, right: (ids, left, right, torch.float16),
+    "ranks of the tables differ": lambda ids, left, right: (ids, left, right[:, 1:], torch.float32),
+    "ids of an integer dtype, not torch.float32": lambda ids, left, right: (ids.float(), left, right, torch.float32),
+    "different devices: meta": lambda ids, left, right: (ids.to("meta"), left, right, torch.float32),
+    "not on meta": lambda *tensors: (*(tensor.to("meta") for tensor in tensors), torch.float32),
+    "of up to 8192 numbers with padding, not 8232": lambda ids, left, right: (
+        ids,
+        left.new_zeros(2, 53, 5),
+        right.new_zeros(2, 5, 147),
+        torch.float32,
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_says_what_it_cannot_take(words, kernels):
+    ids, left, right, dtype = REFUSED[words](torch.zeros(1, dtype=torch.int64), *make_tables((2, 4, 5, 2, 7), "cpu"))
+    assert words in lookup_refusal(ids, left, right, dtype)
+    with pytest.raises(ValueError, match=words):
+        ttm_rows(ids, left, right, 4, 28, dtype)
