@@ -6,29 +6,33 @@
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from chain_candidates import CHAIN_OPS, KERNEL, TOKENS, TORCH
+from hf_comera.ops import kernel_switch, use_kernels
 from hf_comera.ops.ffn_kernels import low_rank_ffn
 from hf_comera.ops.kernels import kernels_refusal
 from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward
-from interleaved_timing import RESULTS, Timings, check_agreement, machine, positive_integer, replace_rows
+from interleaved_timing import DENSE, RESULTS, Timings, check_agreement, machine, positive_integer, replace_rows
 from interleaved_timing import time_interleaved as time_in_turns
 
 DESCRIPTION = """\
-Low-rank linear layers (forward, backward) and feed-forward blocks (forward):
-our kernels, the same products in plain torch, and the dense layers that they
-stand for, in turns. On a GPU each candidate is a CUDA graph of several calls,
-so that the time of launching from Python is not measured.
+Low-rank linear layers (forward, backward), feed-forward blocks (forward),
+halves of the tensor trains of many layers and embedding lookups (both also
+with gradients): our kernels, the same in plain torch, and the dense layers
+that they stand for, in turns; halves have no dense counterpart. For a lookup,
+"in" is the vocabulary. On a GPU each candidate is a CUDA graph of several
+calls, so that the time of launching from Python is not measured.
 
 Before anything is timed, kernels and plain torch must agree.
 """
-DENSE, TORCH, KERNEL = "dense", "torch", "kernel"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5, "tf32": 5e-3}
 SHAPES = [(4096, 768, 768, 32), (4096, 768, 3072, 32), (4096, 3072, 768, 32), (16384, 1024, 4096, 64)]
@@ -44,21 +48,31 @@ def main() -> None:
     if not args.emulated and (reason := kernels_refusal(device)):
         console.print(f"Nothing was measured: {reason}.", soft_wrap=True)
         return
+    use_kernels(False)  # plain torch is what they are compared with
+    kernel_switch.KERNEL_DEVICES = (device.type,)
     torch.manual_seed(0)
     rows = []
     for name in ["bf16"] if args.emulated else DTYPES:
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-        for shape in SMALL_SHAPES if args.emulated else SHAPES:
-            for op, make in (("forward", forward), ("backward", backward), ("ffn forward", ffn)):
-                case = {"op": op, "format": name} | dict(zip(("tokens", "in", "out", "rank"), shape, strict=True))
-                candidates = make(shape, DTYPES[name], device)
-                check_agreement(str(case), candidates[KERNEL](), candidates[TORCH](), TOLERANCE[name])
-                rows.append(case | figures(time_on(device, candidates, args.rounds)))
+        for case, make, shape in cases(name, args.emulated):
+            candidates = make(shape, DTYPES[name], device)
+            check_agreement(str(case), candidates[KERNEL](), candidates[TORCH](), TOLERANCE[name])
+            rows.append(case | figures(time_on(device, candidates, args.rounds)))
     report(console, rows)
     if not args.emulated and not args.no_save:
         here = machine() | {"gpu": torch.cuda.get_device_name(device)}
-        identity = ["op", "format", "tokens", "in", "out", "rank", "gpu"]
+        identity = ["op", "format", "tokens", "layers", "in", "out", "rank", "gpu"]
         replace_rows(RESULTS / "bench_kernels.csv", [row | here for row in rows], identity)
+
+
+def cases(name: str, emulated: bool) -> Iterator[tuple[dict[str, object], Callable[..., Any], tuple[int, ...]]]:
+    """What identifies each case of a format, what makes its candidates, and from which sizes."""
+    ops = {op: (TOKENS, make, SHAPES, SMALL_SHAPES) for op, make in PRODUCT_OPS.items()}
+    if name != "tf32":  # which chains of cores are never multiplied in
+        ops |= CHAIN_OPS
+    for op, (names, make, shapes, small_shapes) in ops.items():
+        for shape in small_shapes if emulated else shapes:
+            yield {"op": op, "format": name} | dict(zip(names, shape, strict=True)), make, shape
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -132,6 +146,9 @@ def ffn(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dic
     }
 
 
+PRODUCT_OPS = {"forward": forward, "backward": backward, "ffn forward": ffn}
+
+
 def time_on(device: torch.device, candidates: dict[str, Callable[[], Tensor]], rounds: int) -> Timings:
     """Seconds of one call of each candidate."""
     if device.type == "cpu":
@@ -158,8 +175,9 @@ def replay(compute: Callable[[], Tensor]) -> Callable[[], None]:
 
 def figures(timings: Timings) -> dict[str, float]:
     """Microseconds, and how many times faster the kernel is than each of the others."""
-    microseconds = {f"{name}_us": round(timings.median(name) * 1e6, 2) for name in (DENSE, TORCH, KERNEL)}
-    ratios = {f"ratio_to_{name}": round(timings.ratio(KERNEL, name), 2) for name in (DENSE, TORCH)}
+    microseconds = {f"{name}_us": round(timings.median(name) * 1e6, 2) for name in timings.seconds}
+    others = [name for name in timings.seconds if name != KERNEL]
+    ratios = {f"ratio_to_{name}": round(timings.ratio(KERNEL, name), 2) for name in others}
     return microseconds | ratios | {"rounds": len(timings.seconds[KERNEL])}
 
 
@@ -169,10 +187,10 @@ def report(console: Console, rows: list[dict[str, object]]) -> None:
     for name in (DENSE, TORCH, KERNEL, "x dense", "x torch"):
         table.add_column(name, justify="right")
     for row in rows:
-        sizes = f"{row['tokens']} x {row['in']} x {row['out']} r{row['rank']}"
-        numbers = (
-            f"{row[key]:g}" for key in ("dense_us", "torch_us", "kernel_us", "ratio_to_dense", "ratio_to_torch")
-        )
+        first = f"{row['layers']} layers" if "layers" in row else row["tokens"]
+        sizes = f"{first} x {row['in']} x {row['out']} r{row['rank']}"
+        keys = ("dense_us", "torch_us", "kernel_us", "ratio_to_dense", "ratio_to_torch")
+        numbers = (f"{row[key]:g}" if key in row else "" for key in keys)
         table.add_row(f"{row['op']} {row['format']}", sizes, *numbers)
     console.print(table)
 
