@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from hf_comera.compress.family_costs import FamilyCost
+from hf_comera.compress.kernel_notes import kernel_notes
 from hf_comera.modules import TiedHead, TTLinear
-from hf_comera.ops.kernel_switch import kernels_are_wanted
-from hf_comera.ops.kernels import kernels_refusal
 from hf_comera.tt.machine import Machine
 
 __all__ = ["speed_notes"]
@@ -21,7 +20,12 @@ def speed_notes(
     model: nn.Module, rows: Sequence[FamilyCost], device: torch.device, dtype: torch.dtype, machine: Machine
 ) -> tuple[str, ...]:
     """All notes that apply, the most general first."""
-    return (*_about_the_machine(device), *_about_the_dtype(device, dtype, machine), *_about_the_model(model, rows))
+    return (
+        *_about_the_machine(device),
+        *kernel_notes(model, device, dtype),
+        *_about_the_dtype(device, dtype, machine),
+        *_about_the_model(model, rows),
+    )
 
 
 def _about_the_machine(device: torch.device) -> Iterator[str]:
@@ -29,10 +33,6 @@ def _about_the_machine(device: torch.device) -> Iterator[str]:
         yield "No GPU: torch finds no CUDA device, so the model runs on the CPU."
     elif device.type != "cuda":
         yield f"A GPU is there, but the model is on {device.type!r}: model.to('cuda') moves it."
-    elif not kernels_are_wanted():
-        yield "CUDA kernels are off, since none has run on a GPU yet: hf_comera.ops.use_kernels() turns them on."
-    elif reason := kernels_refusal(device):
-        yield f"CUDA kernels cannot run: {reason}. Operators run in plain torch."
     if shutil.which("nvcc") is None:
         yield "No nvcc on the PATH: CUDA sources cannot be built, so operators run in plain torch."
 
