@@ -6,6 +6,8 @@
 // So left and right differ only in where an element lies, and in whether a new factor is the fastest or the slowest
 // in the order of features. Gates are multiplied in where a core is read, and rounded as a core with folded gates is.
 #pragma once
+#include <cstring>
+
 #include "fragments.h"
 
 namespace chains {
@@ -179,7 +181,7 @@ inline int launch_table(void (*kernel)(Table), const int64_t* rows, int num_side
   const int at_once = ARGUMENT_WORDS / row_words;
   for (int start = 0; start < num_sides; start += at_once) {
     const int count = num_sides - start < at_once ? num_sides - start : at_once;
-    for (int i = 0; i < count * row_words; i++) table.words[i] = rows[start * row_words + i];
+    memcpy(table.words, rows + start * row_words, count * row_words * sizeof(int64_t));
     if (const int status = launch(kernel, dim3(count, blocks_a_side), THREADS, stream, table)) return status;
   }
   return OK;

@@ -140,9 +140,8 @@ int launch_table(const Gradients& a, void* stream) {
 
 }  // namespace
 
-// How many shares the gradients of a table come in, and how long (H4 K) an embedding row may be.
+// How many shares the gradients of a table come in.
 extern "C" int hf_comera_ttm_shares() { return SHARES; }
-extern "C" int hf_comera_ttm_max_row() { return MAX_ROW; }
 
 // ids (T), left (A, R4, H4), right (B, R4, K) -> rows (T, E). H4 and R4: H and R with zeros up to a multiple of 4.
 extern "C" int hf_comera_ttm_rows(const int64_t* ids, const float* left, const float* right, void* rows,

@@ -37,7 +37,6 @@ SIGNATURES = {
     "hf_comera_tt_halves": "i piiiip",
     "hf_comera_tt_halves_backward": "i piiiip",
     "hf_comera_ttm_shares": "i",
-    "hf_comera_ttm_max_row": "i",
     "hf_comera_ttm_rows": "i pppp lliiiiiip",
     "hf_comera_ttm_gradients": "i ppppppppp llliiiiiiip",
     "hf_comera_low_rank_linear": "i ipppppp liiiip",

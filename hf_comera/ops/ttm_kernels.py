@@ -15,6 +15,7 @@ from hf_comera.ops.kernels import check_status, kernels_refusal
 __all__ = ["lookup_refusal", "ttm_rows", "ttm_table_gradients"]
 
 DTYPES = (torch.float32, torch.bfloat16)
+MAX_ROW = 8192  # of kernels/ttm_lookup.cu
 
 
 def lookup_refusal(ids: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> str | None:
@@ -38,8 +39,8 @@ def lookup_refusal(ids: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype)
         return f"they run on CUDA devices, not on {left.device}"
     if left.device.type == "cuda" and (reason := kernels_refusal(left.device)):
         return reason
-    size, limit = _padded_hidden(left) * right.shape[2], kernel_library(left.device).hf_comera_ttm_max_row()
-    return f"they take embedding rows of up to {limit} numbers with padding, not {size}" if size > limit else None
+    size = _padded_hidden(left) * right.shape[2]
+    return f"they take embedding rows of up to {MAX_ROW} numbers with padding, not {size}" if size > MAX_ROW else None
 
 
 def ttm_rows(

@@ -1,0 +1,27 @@
+"""hf_comera/ops/kernel_switch.py: kernels are off until asked for, and then serve GPUs alone."""
+
+import runpy
+
+import pytest
+import torch
+
+from hf_comera.ops import kernel_switch, use_kernels
+from hf_comera.ops.kernel_switch import kernels_are_wanted, kernels_serve
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kind", "serve"), [(False, "cuda", False), (True, "cuda", True), (True, "cpu", False)]
+)
+def test_the_switch(wanted, kind, serve, monkeypatch):
+    monkeypatch.setattr(kernel_switch, "_wanted", None)
+    use_kernels(wanted)
+    assert kernels_are_wanted() is wanted
+    assert kernels_serve(torch.device(kind)) is serve
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_the_environment(value, wanted, monkeypatch):
+    monkeypatch.delenv("HF_COMERA_KERNELS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("HF_COMERA_KERNELS", value)
+    assert runpy.run_path(kernel_switch.__file__)["kernels_are_wanted"]() is wanted
