@@ -50,7 +50,7 @@ class _LaunchedHalves(torch.autograd.Function):
     def forward(ctx: Any, sides: list[Side], halves: list[Half], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.sides, ctx.halves = sides, halves
-        ctx.versions = [tensor._version for half in halves for tensor in (*half.cores, *half.gates)]
+        ctx.versions = _versions(halves)
         return tuple(tt_halves(halves, sides[0].dtype))
 
     @staticmethod
@@ -91,13 +91,18 @@ def _launch_key(side: Side) -> Any:
     return core.dtype, core.device, side.dtype, any(tensor.requires_grad for tensor in side.tensors())
 
 
-def _check_unchanged(halves: Iterable[Half], versions: Iterable[int]) -> None:
-    """Refuse gradients at cores that are no longer those of the forward pass."""
+def _versions(halves: Iterable[Half]) -> list[tuple[tuple[int, ...], int]]:
+    """Shape and version of all cores and gates; copies made in inference mode count none."""
     tensors = (tensor for half in halves for tensor in (*half.cores, *half.gates))
-    for tensor, version in zip(tensors, versions, strict=True):
-        if tensor._version != version:
+    return [(tuple(tensor.shape), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+
+
+def _check_unchanged(halves: Iterable[Half], before: Iterable[tuple[tuple[int, ...], int]]) -> None:
+    """Refuse gradients at cores that are no longer those of the forward pass."""
+    for (shape, found), (_, expected) in zip(_versions(halves), before, strict=True):
+        if found != expected:
             raise RuntimeError(
-                f"A core or rank gate of shape {tuple(tensor.shape)} was modified in place between the forward pass "
-                f"and backward: it is at version {tensor._version}, expected version {version}. Call backward before "
-                "the optimizer's step, or make the forward pass anew."
+                f"A core or rank gate of shape {shape} was modified in place between the forward pass and backward: "
+                f"it is at version {found}, expected version {expected}. Call backward before the optimizer's step, "
+                "or make the forward pass anew."
             )

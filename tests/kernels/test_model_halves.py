@@ -119,6 +119,15 @@ def test_cores_that_changed_before_backward_are_an_error_and_new_memory_is_none(
         half.sum().backward()
 
 
+def test_no_gradient_is_needed(served):
+    sides = make_sides(served, ["two-factors"])
+    transposed(sides)  # the copy that is read instead counts no versions in inference mode
+    with torch.inference_mode():
+        found, expected = with_and_without(lambda: model_halves(sides))
+    torch.testing.assert_close(found, expected)
+    assert not found[0][0].requires_grad
+
+
 def transposed(sides):
     core = sides[0].cores[0][1]
     sides[0].cores[0][1] = nn.Parameter(core.detach().mT.contiguous().mT)
