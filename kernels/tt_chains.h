@@ -16,7 +16,7 @@ constexpr int MAX_CORES = 8;  // of a side
 constexpr int SPLITS = 8;     // blocks that share the last link of a side, which is most of the work
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
-constexpr int ROWS = 8;  // of a product that a warp does at once, with 32 or 64 columns
+constexpr int ROWS = 8;       // of a product that a warp does at once, with 32 or 64 columns
 constexpr int ARGUMENT_WORDS = 500;  // arguments of a kernel are at most 4 KB
 
 // The table has a row for each side, of 64-bit words throughout: a Side, its cores in the order of the train, padding.
@@ -48,15 +48,20 @@ struct Link {
   bool is_left;
 
   DEVICE int count() const { return starts * size * middles; }
+  // How far apart neighbours of an axis lie in the core, and among the features that this link and those before make.
+  DEVICE int start_step() const { return is_left ? size * middles : 1; }
+  DEVICE int n_step() const { return is_left ? middles : starts; }
+  DEVICE int middle_step() const { return is_left ? 1 : size * starts; }
+  DEVICE int feature_of_n(int extent) const { return is_left ? 1 : extent; }
+  DEVICE int feature_of_before() const { return is_left ? size : 1; }
   DEVICE int place(int start, int n, int middle) const {
-    return is_left ? (start * size + n) * middles + middle : (middle * size + n) * starts + start;
+    return start * start_step() + n * n_step() + middle * middle_step();
   }
-  // Where feature `n` of this link comes to lie among those of an extent before it.
-  DEVICE int feature(int n, int before, int extent) const { return is_left ? before * size + n : n * extent + before; }
-  DEVICE float operator()(int start, int n, int middle) const {
-    const float number = to_float(numbers[place(start, n, middle)]);
-    if (!gate) return number;
-    return rounded<sizeof(Number) == 2 ? BF16 : FP32>(number * gate[is_left ? middle : start]);
+  // The number at a place, as a core with folded gates holds it; `gate_place` is that of its gate.
+  template <bool GATED>
+  DEVICE float read(int place, int gate_place) const {
+    const float number = to_float(numbers[place]);
+    return GATED ? rounded<sizeof(Number) == 2 ? BF16 : FP32>(number * gate[gate_place]) : number;
   }
 };
 
@@ -96,12 +101,14 @@ struct Share {
   DEVICE static Share of_block() { return {static_cast<int>(threadIdx.x / 32), WARPS}; }
   DEVICE static Share of_splits() { return {static_cast<int>(blockIdx.y * WARPS + threadIdx.x / 32), SPLITS * WARPS}; }
 };
+// Of a product; the summed axis is `outer` times `inner` long, and `missing` shorter in the end.
 struct Sizes {
-  int rows, columns, outer, inner;
+  int rows, columns, outer, inner, missing;
 };
 
-// Calls write(row, column, sum over o and i of left(row, o, i) right(o, i, column)). What is summed over i is added up
-// over o, so that in long sums rounding errors grow less.
+// Calls write(row, column, number) for a product. left(row) and right(column) are made once, and read their numbers by
+// (o, i) then: no division, no condition and no branch is between one load and the next. Beyond the last row or column
+// the last one is read once more. What is summed over i is added up over o, so that in long sums errors grow less.
 template <int COLUMNS, class Left, class Right, class Write>
 DEVICE void multiply(const Sizes& sizes, const Share& share, const Left& left, const Right& right,
                      const Write& write) {
@@ -109,18 +116,23 @@ DEVICE void multiply(const Sizes& sizes, const Share& share, const Left& left, c
   const int items = (sizes.rows + ROWS - 1) / ROWS * column_blocks;
   for (int item = share.first; item < items; item += share.step) {
     const int row = item / column_blocks * ROWS, column = item % column_blocks * 32 * COLUMNS + lane;
+    const auto at_row = [&](int r) { return left(row + r < sizes.rows ? row + r : sizes.rows - 1); };
+    const auto at_column = [&](int c) { return right(c < sizes.columns ? c : sizes.columns - 1); };
+    const decltype(left(0)) rows[ROWS] = {at_row(0), at_row(1), at_row(2), at_row(3),
+                                          at_row(4), at_row(5), at_row(6), at_row(7)};
+    const decltype(right(0)) columns[2] = {at_column(column), at_column(column + 32 * (COLUMNS - 1))};
     float sum[ROWS][COLUMNS] = {};
     for (int o = 0; o < sizes.outer; o++) {
+      const int inner = sizes.inner - (o + 1 == sizes.outer ? sizes.missing : 0);
       float part[ROWS][COLUMNS] = {};
 #pragma unroll 2
-      for (int i = 0; i < sizes.inner; i++) {
+      for (int i = 0; i < inner; i++) {
         float number[COLUMNS];
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++)
-          number[c] = column + 32 * c < sizes.columns ? right(o, i, column + 32 * c) : 0.0f;
+        for (int c = 0; c < COLUMNS; c++) number[c] = columns[c](o, i);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-          const float factor = row + r < sizes.rows ? left(row + r, o, i) : 0.0f;
+          const float factor = rows[r](o, i);
 #pragma unroll
           for (int c = 0; c < COLUMNS; c++) part[r][c] += factor * number[c];
         }
@@ -139,15 +151,28 @@ DEVICE void multiply(const Sizes& sizes, const Share& share, const Left& left, c
 }
 
 // Calls write(middle, feature, number) for the product of a link with the level (start, extent) before it.
+template <bool GATED, class Number, class Write>
+DEVICE void grow(const Link<Number>& link, const float* level, int extent, const Share& share, const Write& write) {
+  const int step = link.start_step(), gate_step = link.is_left ? 0 : 1;
+  multiply<2>(
+      {link.middles * link.size, extent, 1, link.starts, 0}, share,
+      [&](int row) {
+        const int middle = row / link.size, place = link.place(0, row % link.size, middle);
+        const int gate = link.is_left ? middle : 0;
+        return [=](int, int start) {
+          return link.template read<GATED>(place + start * step, gate + start * gate_step);
+        };
+      },
+      [&](int before) { return [=](int, int start) { return level[start * extent + before]; }; },
+      [&](int row, int before, float number) {
+        const int n = row % link.size * link.feature_of_n(extent);
+        write(row / link.size, n + before * link.feature_of_before(), number);
+      });
+}
 template <class Number, class Write>
 DEVICE void grow(const Link<Number>& link, const float* level, int extent, const Share& share, const Write& write) {
-  multiply<2>(
-      {link.middles * link.size, extent, 1, link.starts}, share,
-      [&](int row, int, int start) { return link(start, row % link.size, row / link.size); },
-      [&](int, int start, int before) { return level[start * extent + before]; },
-      [&](int row, int before, float number) {
-        write(row / link.size, link.feature(row % link.size, before, extent), number);
-      });
+  if (link.gate) grow<true>(link, level, extent, share, write);
+  else grow<false>(link, level, extent, share, write);
 }
 
 // Writes levels 0 to `last`, one after the other, each block for itself; returns the last one, perhaps transposed.

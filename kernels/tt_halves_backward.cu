@@ -12,22 +12,20 @@ using namespace chains;
 
 constexpr int GROUP = 16;  // features that are summed before their sum is added to that of others
 
-// Gradient of a half as it came: (rank, features), zero beyond them.
+// Gradient of a half as it came: (middle, features), zero beyond them.
+template <class Number>
 struct GradientOfHalf {
-  const void* numbers;
-  int features;
-  bool is_bf16;
-  DEVICE float operator()(int middle, int feature) const {
-    if (feature >= features) return 0.0f;
-    const int place = middle * features + feature;
-    return is_bf16 ? to_float(static_cast<const uint16_t*>(numbers)[place])
-                   : static_cast<const float*>(numbers)[place];
+  const Number* numbers;
+  int length;
+  DEVICE float at(int line, int feature) const {
+    const float number = to_float(numbers[line + (feature < length ? feature : 0)]);
+    return feature < length ? number : 0.0f;
   }
 };
 struct GradientOfLevel {
   const float* numbers;
-  int extent;
-  DEVICE float operator()(int middle, int feature) const { return numbers[middle * extent + feature]; }
+  int length;
+  DEVICE float at(int line, int feature) const { return numbers[line + feature]; }
 };
 
 // Scratch memory of a side: levels, SPLITS times; gradients of levels; gradients of scaled links (middle, n, start).
@@ -43,45 +41,63 @@ struct Scratch {
   }
 };
 
-// Gradient of a link, gates included: `level(start, before)` is what the link was multiplied with.
-template <class Number, class Level, class Gradient>
-DEVICE void link_gradient(const Link<Number>& link, int extent, const Level& level, const Gradient& gradient,
-                          const Share& share, float* result) {
+// Gradient of a link, gates included. Numbers of the level that it was multiplied with lie `start_step` and
+// `before_step` apart.
+template <class Number, class Gradient>
+DEVICE void link_gradient(const Link<Number>& link, int extent, const float* level, int start_step, int before_step,
+                          const Gradient& gradient, const Share& share, float* result) {
+  const int groups = (extent + GROUP - 1) / GROUP, step = link.feature_of_before();
   multiply<1>(
-      {link.middles * link.size, link.starts, (extent + GROUP - 1) / GROUP, GROUP}, share,
-      [&](int row, int group, int i) {
-        const int before = group * GROUP + i;
-        return before < extent ? gradient(row / link.size, link.feature(row % link.size, before, extent)) : 0.0f;
+      {link.middles * link.size, link.starts, groups, GROUP, groups * GROUP - extent}, share,
+      [&](int row) {
+        const int line = row / link.size * gradient.length, n = row % link.size * link.feature_of_n(extent);
+        return [=](int group, int i) { return gradient.at(line, n + (group * GROUP + i) * step); };
       },
-      [&](int group, int i, int start) {
-        const int before = group * GROUP + i;
-        return before < extent ? level(start, before) : 0.0f;
+      [&](int start) {
+        const float* numbers = level + start * start_step;
+        return [=](int group, int i) { return numbers[(group * GROUP + i) * before_step]; };
       },
       [&](int row, int start, float number) { result[row * link.starts + start] = number; });
 }
 
 // Gradient of the level that a link was multiplied with.
+template <bool GATED, class Number, class Gradient>
+DEVICE void level_gradient(const Link<Number>& link, int extent, const Gradient& gradient, const Share& share,
+                           float* result) {
+  const int middle_step = link.middle_step(), n_step = link.n_step(), feature_of_n = link.feature_of_n(extent);
+  const int gate_step = link.is_left ? 1 : 0;
+  multiply<2>(
+      {link.starts, extent, link.middles, link.size, 0}, share,
+      [&](int start) {
+        const int place = link.place(start, 0, 0), gate = link.is_left ? 0 : start;
+        return [=](int middle, int n) {
+          return link.template read<GATED>(place + middle * middle_step + n * n_step, gate + middle * gate_step);
+        };
+      },
+      [&](int before) {
+        const int feature = before * link.feature_of_before();
+        return [=](int middle, int n) { return gradient.at(middle * gradient.length, feature + n * feature_of_n); };
+      },
+      [&](int start, int before, float number) { result[start * extent + before] = number; });
+}
 template <class Number, class Gradient>
 DEVICE void level_gradient(const Link<Number>& link, int extent, const Gradient& gradient, const Share& share,
                            float* result) {
-  multiply<2>(
-      {link.starts, extent, link.middles, link.size}, share,
-      [&](int start, int middle, int n) { return link(start, n, middle); },
-      [&](int middle, int n, int before) { return gradient(middle, link.feature(n, before, extent)); },
-      [&](int start, int before, float number) { result[start * extent + before] = number; });
+  if (link.gate) level_gradient<true>(link, extent, gradient, share, result);
+  else level_gradient<false>(link, extent, gradient, share, result);
 }
 
-template <class Number>
+template <class Number, class HalfNumber>
 KERNEL LAUNCH_BOUNDS(THREADS, 2) last_link_kernel(const GRID_CONSTANT Table table) {
   const Chain<Number> chain(table);
   const Scratch<Number> scratch{chain};
   const int last = chain.length() - 1, extent = chain.extent(last);
   const Link<Number> link = chain.link(last);
-  const GradientOfHalf gradient{chain.side.half, static_cast<int>(chain.side.features), table.halves_are_bf16 != 0};
+  const GradientOfHalf<HalfNumber> gradient{static_cast<const HalfNumber*>(chain.side.half),
+                                            static_cast<int>(chain.side.features)};
   // transposed, so that lanes read neighbours
   const float* level = make_levels(chain, last, scratch.levels(blockIdx.y), true);
-  link_gradient(link, extent, [&](int start, int before) { return level[before * link.starts + start]; }, gradient,
-                Share::of_splits(), scratch.gradient_of_link(last));
+  link_gradient(link, extent, level, 1, link.starts, gradient, Share::of_splits(), scratch.gradient_of_link(last));
   if (last) level_gradient(link, extent, gradient, Share::of_splits(), scratch.gradient_of_level(last));
 }
 
@@ -122,13 +138,17 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) other_links_kernel(const GRID_CONSTANT Table ta
     const int extent = chain.extent(k);
     const float* level = scratch.levels(0) + chain.levels(k);  // of the first launch; transposed is only the last
     const GradientOfLevel gradient{scratch.gradient_of_level(k + 1), extent * link.size};
-    link_gradient(link, extent, [&](int start, int before) { return level[start * extent + before]; }, gradient,
-                  Share::of_block(), scratch.gradient_of_link(k));
+    link_gradient(link, extent, level, extent, 1, gradient, Share::of_block(), scratch.gradient_of_link(k));
     if (k) level_gradient(link, extent, gradient, Share::of_block(), scratch.gradient_of_level(k));
     __syncthreads();
   }
   for (int k = 0; k < chain.length(); k++)
     write_gradients(chain.link(k), chain.core(k), scratch.gradient_of_link(k));
+}
+
+template <class Number>
+auto last_link(int halves_are_bf16) {
+  return halves_are_bf16 ? last_link_kernel<Number, uint16_t> : last_link_kernel<Number, float>;
 }
 
 }  // namespace
@@ -137,7 +157,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) other_links_kernel(const GRID_CONSTANT Table ta
 // side's scratch holds levels 0 to num_cores - 1, `splits` + 1 times, and as many numbers as the cores together.
 extern "C" int hf_comera_tt_halves_backward(const int64_t* rows, int num_sides, int row_words, int cores_are_bf16,
                                             int halves_are_bf16, void* stream) {
-  const auto last = cores_are_bf16 ? last_link_kernel<uint16_t> : last_link_kernel<float>;
+  const auto last = cores_are_bf16 ? last_link<uint16_t>(halves_are_bf16) : last_link<float>(halves_are_bf16);
   const auto others = cores_are_bf16 ? other_links_kernel<uint16_t> : other_links_kernel<float>;
   const int status = launch_table(last, rows, num_sides, row_words, halves_are_bf16, SPLITS, stream);
   if (status) return status;

@@ -178,11 +178,11 @@ def read_resources(log: str) -> list[KernelResources]:
 
 def _readable(mangled: str) -> str:
     """``linear<bf16, 32, aligned>`` from the name in the object file."""
-    found = re.search(r"\d+([a-z_]+)_kernel(?:I([ft]|(?:L[ib]\d+E)+)E)?", mangled)
+    found = re.search(r"\d+([a-z_]+)_kernel(?:I([ft]+|(?:L[ib]\d+E)+)E)?", mangled)
     if found is None:
         return mangled
-    if found[2] in ELEMENTS:
-        return f"{found[1]}<{ELEMENTS[found[2]]}>"
+    if found[2] and found[2][0] in ELEMENTS:
+        return f"{found[1]}<{', '.join(ELEMENTS[letter] for letter in found[2])}>"
     values = [int(value) for value in re.findall(r"L[ib](\d+)E", found[2] or "")]
     if len(values) == 3:
         precision, rank, aligned = values

@@ -22,7 +22,7 @@ ptxas info    : Used 32 registers, used 0 barriers
 ptxas info    : Compiling entry function '_ZN12_GLOBAL__N_12table_kernelILb1EEEvNS_9GradientsE' for 'sm_80'
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 56 registers, used 1 barriers, 32768 bytes smem
-ptxas info    : Compiling entry function '_ZN12_GLOBAL__N_13halves_kernelItEEvN6chains5TableE' for 'sm_80'
+ptxas info    : Compiling entry function '_ZN12_GLOBAL__N_13halves_kernelItfEEvN6chains5TableE' for 'sm_80'
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 89 registers, used 1 barriers, 4360 bytes cmem[0]
 """  # noqa: E501
@@ -49,7 +49,7 @@ def test_reads_the_log_of_nvcc():
         KernelResources("linear<bf16, 32, aligned>", "sm_90a", 128, 20, 40960),
         KernelResources("sum", "sm_80", 32, 0, 0),
         KernelResources("table<1>", "sm_80", 56, 0, 32768),
-        KernelResources("halves<bf16>", "sm_80", 89, 0, 0),
+        KernelResources("halves<bf16, fp32>", "sm_80", 89, 0, 0),
     ]
 
 
