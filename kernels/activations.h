@@ -1,4 +1,5 @@
-// Nonlinearities and their derivatives, chosen at run time; the numbers are those of ops/low_rank_kernels.py.
+// Nonlinearities and their derivatives, chosen at run time; the numbers are those of ops/low_rank_kernels.py
+// and ops/wide_code_kernels.py.
 #pragma once
 #include "portable.h"
 
@@ -18,23 +19,20 @@ DEVICE float activate(int activation, float z) {
   }
 }
 
-template <int ACTIVATION, int COUNT>
-DEVICE void activate_each(float (&z)[COUNT][4]) {
-#pragma unroll
-  for (int c = 0; c < COUNT; c++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) z[c][i] = activate(ACTIVATION, z[c][i]);
-}
+template <int NUMBER>
+struct ActivationNumber {
+  static constexpr int value = NUMBER;
+};
 
-// One choice for all numbers of a fragment.
-template <int COUNT>
-DEVICE void activate_all(int activation, float (&z)[COUNT][4]) {
+// Calls run(ActivationNumber<...>), so that one choice serves all numbers of a fragment.
+template <class Run>
+DEVICE void with_activation(int activation, const Run& run) {
   switch (activation) {
-    case SILU: return activate_each<SILU>(z);
-    case GELU: return activate_each<GELU>(z);
-    case GELU_TANH: return activate_each<GELU_TANH>(z);
-    case RELU: return activate_each<RELU>(z);
-    default: return;
+    case SILU: return run(ActivationNumber<SILU>{});
+    case GELU: return run(ActivationNumber<GELU>{});
+    case GELU_TANH: return run(ActivationNumber<GELU_TANH>{});
+    case RELU: return run(ActivationNumber<RELU>{});
+    default: return run(ActivationNumber<NO_ACTIVATION>{});
   }
 }
 

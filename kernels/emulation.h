@@ -253,6 +253,8 @@ inline float shuffle_xor(float value, int mask) {
   });
 }
 
+inline void forget(int&) {}
+
 template <class Vector>
 Vector load_or_zero(const Vector* pointer, bool valid) {
   Vector value = {};

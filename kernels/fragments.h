@@ -149,8 +149,8 @@ struct StepRows {
   }
 };
 
-// First of a lane's columns in a slab of 8 * VECTOR, when it reads operands; results lie at quad and quad + 4.
-template <int P>
+// First of a lane's columns in a slab of 8 * COUNT, when it reads operands; results lie at quad and quad + 4.
+template <int P, int COUNT = Format<P>::VECTOR>
 DEVICE int slab_column() {
-  return Format<P>::VECTOR * (lane_row() / 2 + lane_row() % 2 * 4);
+  return COUNT * (lane_row() / 2 + lane_row() % 2 * 4);
 }

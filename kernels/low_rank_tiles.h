@@ -70,13 +70,13 @@ DEVICE void contract(Tile<P, RANK>& tile, const Element<P>* input, const Element
 }
 
 // Adds the slots in their order and puts `middle(token, rank, sum)` in slot 0, zero outside the matrix.
-template <int P, int RANK, int SLOTS = Tile<P, RANK>::SLOTS, class Middle>
+template <int P, int RANK, class Middle>
 DEVICE void finish_sums(Tile<P, RANK>& tile, int64_t token, int64_t num_tokens, int rank, const Middle& middle) {
   for (int i = threadIdx.x; i < TOKENS * RANK; i += THREADS) {
     const int t = i / RANK, r = i % RANK;
     float sum = 0.0f;
 #pragma unroll
-    for (int slot = 0; slot < SLOTS; slot++) sum += tile.number[slot][t][r];
+    for (int slot = 0; slot < Tile<P, RANK>::SLOTS; slot++) sum += tile.number[slot][t][r];
     tile.number[0][t][r] = token + t < num_tokens && r < rank ? middle(token + t, r, sum) : 0.0f;
   }
 }
@@ -112,15 +112,15 @@ DEVICE void expand(float (&sum)[Format<P>::VECTOR][4], const Tile<P, RANK>& tile
 }
 
 // Adds a bias (or nothing, where it is null) to what `expand` left, in the lane's columns.
-template <int P, bool ALIGNED>
-DEVICE void add_bias(float (&sum)[Format<P>::VECTOR][4], const Element<P>* bias, int column, int columns) {
+template <int P, bool ALIGNED, int COUNT>
+DEVICE void add_bias(float (&sum)[COUNT][4], const Element<P>* bias, int column, int columns) {
   if (!bias) return;
 #pragma unroll
   for (int part = 0; part < 2; part++) {
-    const int first = column + Format<P>::VECTOR * (lane_quad() + 4 * part);
-    const Words words = load_row<P, ALIGNED>(bias, first, columns, true);
+    const int first = column + COUNT * (lane_quad() + 4 * part);
+    const Words words = load_row<P, ALIGNED, COUNT>(bias, first, columns, true);
 #pragma unroll
-    for (int c = 0; c < Format<P>::VECTOR; c++) {
+    for (int c = 0; c < COUNT; c++) {
       const uint32_t word = words.word[P == BF16 ? c / 2 : c];
       const float value = float_of(P != BF16 || c % 2 ? (P == BF16 ? word & 0xffff0000u : word) : word << 16);
       sum[c][part] += value;

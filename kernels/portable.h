@@ -65,6 +65,10 @@ DEVICE uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0
 // The value of the lane whose number differs in the bits of `mask`.
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
+// The same number, about which the compiler has forgotten all: what is read or computed with it comes after the
+// tensor-core instructions before, which keeps it from filling the registers too early.
+DEVICE void forget(int& number) { asm volatile("" : "+r"(number)); }
+
 // Zeros where !valid, by a predicate and not by a branch, so that many loads are on their way at once.
 DEVICE uint4 load_or_zero(const uint4* pointer, bool valid) {
   uint4 v;

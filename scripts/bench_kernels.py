@@ -14,19 +14,21 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from chain_candidates import CHAIN_OPS, KERNEL, TOKENS, TORCH
 from hf_comera.ops import kernel_switch, use_kernels
-from hf_comera.ops.ffn_kernels import low_rank_ffn
 from hf_comera.ops.kernels import kernels_refusal
 from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward
+from hf_comera.ops.wide_code_kernels import wide_code, wide_code_backward
+from hf_comera.ops.wide_input import WideForm, WideInput
 from interleaved_timing import DENSE, RESULTS, Timings, check_agreement, machine, positive_integer, replace_rows
 from interleaved_timing import time_interleaved as time_in_turns
 
 DESCRIPTION = """\
-Low-rank linear layers (forward, backward), feed-forward blocks (forward),
-halves of the tensor trains of many layers and embedding lookups (both also
-with gradients): our kernels, the same in plain torch, and the dense layers
+Low-rank linear layers and feed-forward blocks (forward, backward), halves
+of the tensor trains of many layers and embedding lookups (both also with
+gradients): our kernels, the same in plain torch, and the dense layers
 that they stand for, in turns; halves have no dense counterpart. For a lookup,
 "in" is the vocabulary. On a GPU each candidate is a CUDA graph of several
 calls, so that the time of launching from Python is not measured.
@@ -35,9 +37,13 @@ Before anything is timed, kernels and plain torch must agree.
 """
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5, "tf32": 5e-3}
-SHAPES = [(4096, 768, 768, 32), (4096, 768, 3072, 32), (4096, 3072, 768, 32), (16384, 1024, 4096, 64)]
+SHAPES = [
+    *((4096, 768, 768, 32), (4096, 768, 3072, 32), (4096, 3072, 768, 32), (16384, 1024, 4096, 64)),
+    *((4096, 4096, 4096, 64), (4096, 4096, 11008, 64), (4096, 11008, 4096, 64)),  # of a decoder block 4096 wide
+]
 SMALL_SHAPES = [(40, 64, 96, 16)]
 CALLS_IN_A_GRAPH = 20
+GELU = WideForm("gelu", (0,))
 
 
 def main() -> None:
@@ -131,22 +137,58 @@ def backward(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     }
 
 
-def ffn(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+def ffn_forward(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Tensor]]:
     """``y`` of a block from ``in`` to ``out`` features and back with the exact GELU, three ways."""
     num_tokens, features, hidden, rank = shape
     make = partial(draw, device, dtype)
     x, left_in, right_in = make(num_tokens, features), make(rank, features), make(rank, hidden)
     left_out, right_out = make(rank, hidden), make(rank, features)
     up, down = make(hidden, features), make(features, hidden)
-    gelu, linear = torch.nn.functional.gelu, torch.nn.functional.linear
+    linear = torch.nn.functional.linear
     return {
         DENSE: lambda: linear(gelu(linear(x, up)), down),
         TORCH: lambda: gelu(x @ left_in.T @ right_in) @ left_out.T @ right_out,
-        KERNEL: lambda: low_rank_ffn(x, left_in, right_in, left_out, right_out, "gelu")[0],
+        KERNEL: lambda: wide_code([WideInput(x @ left_in.T, right_in, None)], GELU, [], left_out) @ right_out,
     }
 
 
-PRODUCT_OPS = {"forward": forward, "backward": backward, "ffn forward": ffn}
+def ffn_backward(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    """All gradients of such a block, three ways; that of the input is returned. The kernel remakes what is hidden."""
+    num_tokens, features, hidden, rank = shape
+    make, slope = partial(draw, device, dtype), torch.ops.aten.gelu_backward
+    x, left_in, right_in = make(num_tokens, features), make(rank, features), make(rank, hidden)
+    left_out, right_out, grad_y = make(rank, hidden), make(rank, features), make(num_tokens, features)
+    up, down = make(hidden, features), make(features, hidden)
+    code_in, wide_dense = x @ left_in.T, x @ up.T
+    wide = code_in @ right_in
+    activated, activated_dense = gelu(wide), gelu(wide_dense)
+    code_out = activated @ left_out.T
+
+    def dense() -> Tensor:
+        dwide, _ = slope(grad_y @ down, wide_dense), grad_y.T @ activated_dense
+        dx, _ = dwide @ up, dwide.T @ x
+        return dx
+
+    def around(middle: Callable[[Tensor], Tensor]) -> Tensor:
+        dcode_out, _ = grad_y @ right_out.T, code_out.T @ grad_y
+        dcode_in = middle(dcode_out)
+        dx, _ = dcode_in @ left_in, dcode_in.T @ x
+        return dx
+
+    def written_out(dcode_out: Tensor) -> Tensor:
+        dwide, _ = slope(dcode_out @ left_out, wide), dcode_out.T @ activated
+        dcode_in, _ = dwide @ right_in.T, code_in.T @ dwide
+        return dcode_in
+
+    def on_chip(dcode_out: Tensor) -> Tensor:
+        dcode_in = wide_code_backward(dcode_out, [WideInput(code_in, right_in, None)], GELU, [], left_out)[1]
+        assert dcode_in is not None
+        return dcode_in
+
+    return {DENSE: dense, TORCH: lambda: around(written_out), KERNEL: lambda: around(on_chip)}
+
+
+PRODUCT_OPS = {"forward": forward, "backward": backward, "ffn forward": ffn_forward, "ffn backward": ffn_backward}
 
 
 def time_on(device: torch.device, candidates: dict[str, Callable[[], Tensor]], rounds: int) -> Timings:

@@ -32,7 +32,9 @@ SIGNATURES = {
     "hf_comera_error_message": "s i",
     "hf_comera_coat_adamw_tensors": "i",
     "hf_comera_coat_adamw": "i piii p ddddd p",
-    "hf_comera_low_rank_ffn": "i ipppppppppp liiiiiiip",
+    "hf_comera_wide_code": "i i pppppp ppp liiiii d p",
+    "hf_comera_wide_code_chunks": "l li",
+    "hf_comera_wide_code_backward": "i i pppppp ppp pppp liiiii d p",
     "hf_comera_tt_halves_splits": "i",
     "hf_comera_tt_halves": "i piiiip",
     "hf_comera_tt_halves_backward": "i piiiip",
@@ -58,6 +60,7 @@ STATUS = {
 }
 PRECISIONS = ["bf16", "tf32", "fp32"]  # the numbers of kernels/fragments.h
 ELEMENTS = {"f": "fp32", "t": "bf16"}  # float and uint16_t in the names of templates
+VARIANTS = {("b", 1): "aligned", ("b", 0): "any sizes", ("i", 1): "plain", ("i", 2): "gated"}  # by a template argument
 MINIMUM_CAPABILITY = (8, 0)
 
 
@@ -183,11 +186,11 @@ def _readable(mangled: str) -> str:
         return mangled
     if found[2] and found[2][0] in ELEMENTS:
         return f"{found[1]}<{', '.join(ELEMENTS[letter] for letter in found[2])}>"
-    values = [int(value) for value in re.findall(r"L[ib](\d+)E", found[2] or "")]
+    values = [(kind, int(value)) for kind, value in re.findall(r"L([ib])(\d+)E", found[2] or "")]
     if len(values) == 3:
-        precision, rank, aligned = values
-        return f"{found[1]}<{PRECISIONS[precision]}, {rank}, {'aligned' if aligned else 'any sizes'}>"
-    return found[1] + (f"<{', '.join(map(str, values))}>" if values else "")
+        (_, precision), (_, rank), last = values
+        return f"{found[1]}<{PRECISIONS[precision]}, {rank}, {VARIANTS[last]}>"
+    return found[1] + (f"<{', '.join(str(value) for _, value in values)}>" if values else "")
 
 
 def _architecture(device: torch.device) -> str:

@@ -10,16 +10,23 @@ Source: recomputing what is cheap: Korthikanti et al., arXiv:2205.05198. That co
 # Shapes here: T = rows, H = hidden features, R = rank of the code behind.
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 
+from hf_comera.ops import wide_code_kernels
 from hf_comera.ops.gradients import gradients_of
+from hf_comera.ops.low_rank_linear import kernels_are_wanted
 from hf_comera.ops.precision import without_autocast
+from hf_comera.ops.wide_code_kernels import wide_code_refusal, wide_operand_refusal
+from hf_comera.ops.wide_input import WideForm, WideInput
 
-__all__ = ["CHUNK_ENTRIES", "WideInput", "wide_code"]
+__all__ = ["CHUNK_ENTRIES", "takes_kernel", "takes_kernels_like", "wide_code"]
+
+KERNEL_DEVICES = ("cuda",)  # tests add "cpu", where the kernels are emulated
 
 # Entries of the hidden layer at a time: small enough for the cache of a core, large enough for full-speed products.
 CHUNK_ENTRIES = 1 << 19
@@ -27,45 +34,53 @@ CHUNK_ENTRIES = 1 << 19
 Pointwise = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
-class WideInput(NamedTuple):
-    """One linear map into the hidden layer: ``code @ right + bias``."""
-
-    code: Tensor
-    """``(T, rank)``."""
-    right: Tensor
-    """``(rank, H)``, in the dtype of ``code``."""
-    bias: Tensor | None
-
-    def rows(self, chunk: slice) -> Tensor:
-        """A few rows of the map."""
-        wide = self.code[chunk] @ self.right
-        if self.bias is None:
-            return wide
-        return wide + self.bias if torch.is_grad_enabled() else wide.add_(self.bias)  # in place: half the writes
+def takes_kernels_like(half: Tensor) -> bool:
+    """Whether kernels are switched on and take layers with such a half."""
+    return kernels_are_wanted() and half.device.type in KERNEL_DEVICES and wide_operand_refusal(half) is None
 
 
-def wide_code(inputs: Sequence[WideInput], pointwise: Pointwise, masks: Sequence[Tensor], left: Tensor) -> Tensor:
+def takes_kernel(inputs: Sequence[WideInput], form: WideForm | None, masks: Sequence[Tensor], left: Tensor) -> bool:
+    """Whether a kernel computes :func:`wide_code`."""
+    return takes_kernels_like(left) and wide_code_refusal(inputs, form, masks, left) is None
+
+
+def wide_code(
+    inputs: Sequence[WideInput],
+    pointwise: Pointwise,
+    masks: Sequence[Tensor],
+    left: Tensor,
+    form: WideForm | None = None,
+) -> Tensor:
     """``pointwise(code_1 @ right_1 + bias_1, ...) @ left.T``.
+
+    On a GPU a kernel does it, forward and backward, where kernels are switched on and there is one for the form.
 
     Args:
         inputs: The linear maps into the hidden layer: one, or two where one gates the other.
         pointwise: From rows of all inputs and of all masks to rows of the hidden layer, entry by entry.
         masks: ``(T, H)``, passed to ``pointwise`` beside the inputs; for dropout.
         left: ``(R, H)``, left half of the layer behind.
+        form: What ``pointwise`` computes, if it is of a form that kernels may know.
 
     Shape:
         ``(T, R)``, in the dtype of ``left``.
     """
     tensors = [tensor for part in inputs for tensor in part]
-    return _WideCode.apply(pointwise, len(inputs), left, *tensors, *masks)
+    has_data = not isinstance(left, FakeTensor)  # as when memory is estimated
+    kernel_form = form if has_data and takes_kernel(inputs, form, masks, left) else None
+    return _WideCode.apply(pointwise, kernel_form, len(inputs), left, *tensors, *masks)
 
 
 class _WideCode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pointwise: Pointwise, num_inputs: int, left: Tensor, *tensors: Tensor | None) -> Tensor:
-        ctx.pointwise, ctx.num_inputs = pointwise, num_inputs
+    def forward(
+        ctx: Any, pointwise: Pointwise, form: WideForm | None, num_inputs: int, left: Tensor, *tensors: Tensor | None
+    ) -> Tensor:
+        ctx.pointwise, ctx.form, ctx.num_inputs = pointwise, form, num_inputs
         ctx.save_for_backward(left, *tensors)
         inputs, masks = _group(num_inputs, tensors)
+        if form is not None:
+            return wide_code_kernels.wide_code(inputs, form, masks, left)
         code_TR = left.new_empty(inputs[0].code.shape[0], left.shape[0])
         with without_autocast(left):
             for chunk in _chunks(code_TR.shape[0], left.shape[1]):
@@ -80,9 +95,23 @@ class _WideCode(torch.autograd.Function):
         with without_autocast(left):
             if torch.is_grad_enabled():
                 found = _differentiable_gradients(ctx, grads[0], [left, *tensors[: 3 * ctx.num_inputs]], masks)
+            elif ctx.form is not None:
+                found = _kernel_gradients(grads[0], inputs, ctx.form, masks, left)
             else:
                 found = _Backward(ctx.pointwise, left, inputs, masks).run(grads[0])
-        return (None, None, *found, *(None for _ in masks))
+        return (None, None, None, *found, *(None for _ in masks))
+
+
+def _kernel_gradients(
+    grad: Tensor, inputs: list[WideInput], form: WideForm, masks: list[Tensor], left: Tensor
+) -> list[Tensor | None]:
+    """Gradients of ``left``, then of code, right and bias of each input, in their dtypes."""
+    found = wide_code_kernels.wide_code_backward(grad, inputs, form, masks, left)
+    owners = [left, *(tensor for part in inputs for tensor in part)]
+    return [
+        None if each is None or owner is None else each.to(owner.dtype)
+        for each, owner in zip(found, owners, strict=True)
+    ]
 
 
 class _Backward:

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from hf_comera.ops.coat_kernels import coat_adamw_step
-from hf_comera.ops.ffn_kernels import low_rank_ffn
 from hf_comera.ops.halves_kernels import Half, tt_halves, tt_halves_backward
 from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward
 from hf_comera.ops.ttm_kernels import ttm_rows, ttm_table_gradients
+from hf_comera.ops.wide_code_kernels import wide_code, wide_code_backward
+from hf_comera.ops.wide_input import WideForm, WideInput
 from tests.kernels.test_coat_adamw import new_parameter
 
 STATE = ("first", "first_scales", "second", "second_scales")
@@ -17,7 +18,7 @@ STATE = ("first", "first_scales", "second", "second_scales")
 def test_every_call_can_be_captured():
     make = lambda *shape: torch.randn(shape, device="cuda")  # noqa: E731
     x, left, right, grad_y = make(70, 64), make(32, 64), make(32, 96), make(70, 96)
-    left_out, right_out = make(16, 96), make(16, 64)
+    left_out, grad_code, form = make(16, 96), make(70, 16), WideForm("gelu", (0,))
     table_left, table_right, ids = make(4, 6, 8), make(5, 8, 7), torch.randint(0, 20, (70,), device="cuda")
     side = [Half([make(1, 4, 6), make(6, 5, 8)], True, 20, 8, [make(6), make(8)])]
 
@@ -31,13 +32,14 @@ def test_every_call_can_be_captured():
     def compute():
         y, code = low_rank_linear(x, left, right)
         gradients = low_rank_linear_backward(grad_y, None, x, code, left, right)
-        block = low_rank_ffn(x, left, right, left_out, right_out, "gelu")
+        wide = [WideInput(code, right, None)], form, [], left_out
         rows = ttm_rows(ids, table_left, table_right, 20, 42, torch.float32)
         return [
             y,
             code,
             *gradients,
-            *block,
+            wide_code(*wide),
+            *(each for each in wide_code_backward(grad_code, *wide) if each is not None),
             rows,
             *ttm_table_gradients(rows, ids, table_left, table_right, 20),
             *(halves := tt_halves(side, torch.float32)),

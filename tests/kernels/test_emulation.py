@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from hf_comera.ops.coat_kernels import coat_adamw_step
-from hf_comera.ops.ffn_kernels import low_rank_ffn
 from hf_comera.ops.halves_kernels import Half, tt_halves, tt_halves_backward
 from hf_comera.ops.kernel_build import build_emulated_library, sources_folder
 from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward
 from hf_comera.ops.ttm_kernels import ttm_rows, ttm_table_gradients
+from hf_comera.ops.wide_code_kernels import wide_code, wide_code_backward
+from hf_comera.ops.wide_input import WideForm, WideInput
 from tests.kernels.test_coat_adamw import new_parameter
 
 MISSED_BARRIER = """
@@ -56,9 +57,11 @@ def linear(dtype):
     return [y, code, *low_rank_linear_backward(grad_y, None, x, code, left, right, rank_activation="silu")]
 
 
-def ffn(dtype):
-    shapes = ((40, 96), (32, 96), (32, 320), (24, 320), (24, 64))
-    return low_rank_ffn(*[torch.randn(shape).to(dtype) for shape in shapes], "gelu")
+def wide(dtype):
+    make = lambda *shape: torch.randn(shape).to(dtype)  # noqa: E731
+    inputs = [WideInput(make(70, rank), make(rank, 600), make(600)) for rank in (32, 24)]
+    form, masks, left = WideForm("gelu", (0, 1), 1.25), [torch.rand(70, 600) < 0.8], make(16, 600)
+    return [wide_code(inputs, form, masks, left), *wide_code_backward(make(70, 16), inputs, form, masks, left)]
 
 
 def halves(dtype):
@@ -99,7 +102,7 @@ def test_a_missing_barrier_shows_in_another_order(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("compute", [linear, ffn, halves, lookup, coat])
+@pytest.mark.parametrize("compute", [linear, wide, halves, lookup, coat])
 def test_no_result_depends_on_the_order_of_threads(compute, dtype, monkeypatch):
     results = []
     for order in ["0", *ORDERS]:

@@ -19,6 +19,9 @@ ptxas info    : Compile time = 120.3 ms
 ptxas info    : Compiling entry function '_ZN12_GLOBAL__N_10sum_kernelENS_8BackwardE' for 'sm_80'
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 32 registers, used 0 barriers
+ptxas info    : Compiling entry function '_ZN51_GLOBAL__N__ab_12_wide_code_cu_8ee2064b16wide_code_kernelILi0ELi64ELi2EEEvNS_7ForwardE' for 'sm_80'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 219 registers, used 1 barriers, 36864 bytes smem
 ptxas info    : Compiling entry function '_ZN12_GLOBAL__N_12table_kernelILb1EEEvNS_9GradientsE' for 'sm_80'
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 56 registers, used 1 barriers, 32768 bytes smem
@@ -48,6 +51,7 @@ def test_reads_the_log_of_nvcc():
     assert kernels.read_resources(LOG) == [
         KernelResources("linear<bf16, 32, aligned>", "sm_90a", 128, 20, 40960),
         KernelResources("sum", "sm_80", 32, 0, 0),
+        KernelResources("wide_code<bf16, 64, gated>", "sm_80", 219, 0, 36864),
         KernelResources("table<1>", "sm_80", 56, 0, 32768),
         KernelResources("halves<bf16, fp32>", "sm_80", 89, 0, 0),
     ]
@@ -118,7 +122,8 @@ def test_kernels_of_aligned_sizes_do_not_spill(monkeypatch, tmp_path):
     names = {row.kernel.partition("<")[0] for row in rows}
     linear = {"linear", "code_gradient", "product", "sum"}
     chains = {"halves", "last_link", "other_links"}
-    assert names == linear | chains | {"ffn", "rows", "grad_rows", "table", "coat_adamw"}
+    wide = {"wide_code", "wide_code_gradient", "wide_feature_gradient", "wide_sum"}
+    assert names == linear | chains | wide | {"rows", "grad_rows", "table", "coat_adamw"}
     spilling = [row for row in rows if row.spilled_bytes and "any sizes" not in row.kernel]
     assert not spilling
     (library,) = tmp_path.rglob("*.so")

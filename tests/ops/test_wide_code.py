@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional
 
 from hf_comera.ops import wide_code as module
-from hf_comera.ops.wide_code import WideInput, wide_code
+from hf_comera.ops.wide_code import wide_code
+from hf_comera.ops.wide_input import WideInput
 
 POINTWISE = {
     "gelu": (1, lambda wides, masks: functional.gelu(wides[0])),
