@@ -7,14 +7,17 @@ import torch
 
 from hf_comera.modules import TTLinear, TTMEmbedding
 from hf_comera.modules.wide_hidden import is_wide_enough
+from hf_comera.ops.halves import padded_rank
 from hf_comera.ops.ttm_tables import half_tables
+from hf_comera.ops.wide_code import takes_kernels_like
 from hf_comera.tt.machine import Machine
 from hf_comera.tt.path import ContractionPath, candidate_paths
 from hf_comera.tt.products import Cost, Product, predicted_seconds, total_cost
 
-__all__ = ["FamilyCost", "embedding_cost", "linear_cost"]
+__all__ = ["IN_A_KERNEL", "FamilyCost", "embedding_cost", "linear_cost"]
 
 REMOVED = "removed"
+IN_A_KERNEL = "hidden in a kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,7 @@ def linear_cost(
         ranks=layer.ranks,
         rows=rows,
         path=REMOVED if path is None else path.label,
-        extra=_together(layer, rows) if path is not None and path.kind == "two-sided" else "",
+        extra=_together(layer, rows, dtype) if path is not None and path.kind == "two-sided" else "",
         flops=2 * cost.multiplications,
         dense_flops=2 * dense_cost.multiplications,
         bytes=cost.bytes,
@@ -89,12 +92,20 @@ def linear_cost(
     )
 
 
-def _together(layer: TTLinear, rows: int) -> str:
+def _together(layer: TTLinear, rows: int, dtype: torch.dtype) -> str:
     """What the layer does together with others on the two-sided path."""
-    if layer.joined is not None and layer.joined.enabled:
-        return "joined"
-    unwritten = layer.is_wide and layer.core_0.device.type in ("cpu", "meta")
-    return "hidden in chunks" if unwritten and is_wide_enough(rows, layer.out_features) else ""
+    joined = "joined" if layer.joined is not None and layer.joined.enabled else ""
+    return ", ".join(filter(None, (joined, _unwritten(layer, rows, dtype))))
+
+
+def _unwritten(layer: TTLinear, rows: int, dtype: torch.dtype) -> str:
+    """How the output is not written, if the layer is the first of a feed-forward block."""
+    if not layer.is_wide or not is_wide_enough(rows, layer.out_features):
+        return ""
+    core, rank = layer.cores()[0], padded_rank(layer.ranks[len(layer.in_factors) - 1])
+    if takes_kernels_like(core.new_empty(rank, 0, dtype=dtype)):
+        return IN_A_KERNEL
+    return "hidden in chunks" if core.device.type in ("cpu", "meta") else ""
 
 
 def _paths(

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from hf_comera.compress.family_costs import FamilyCost
+from hf_comera.compress.family_costs import IN_A_KERNEL, FamilyCost
 from hf_comera.compress.kernel_notes import kernel_notes
 from hf_comera.modules import TiedHead, TTLinear
+from hf_comera.ops.wide_code_kernels import MAX_RANK, WIDE_ACTIVATIONS
 from hf_comera.tt.machine import Machine
 
 __all__ = ["speed_notes"]
@@ -24,6 +25,7 @@ def speed_notes(
         *_about_the_machine(device),
         *kernel_notes(model, device, dtype),
         *_about_the_dtype(device, dtype, machine),
+        *_about_hidden_layers(rows),
         *_about_the_model(model, rows),
     )
 
@@ -80,6 +82,14 @@ def _about_the_model(model: nn.Module, rows: Sequence[FamilyCost]) -> Iterator[s
     heads = [name for name, module in model.named_modules() if isinstance(module, TiedHead)]
     if heads:
         yield f"Not in the table: {', '.join(heads)}, which multiplies with the table of the embedding."
+
+
+def _about_hidden_layers(rows: Sequence[FamilyCost]) -> Iterator[str]:
+    if any(IN_A_KERNEL in row.extra for row in rows):
+        yield (
+            f"A hidden layer stays in a kernel if its activation is {', '.join(WIDE_ACTIVATIONS)}, gated or not, and "
+            f"the rank of the layer behind at most {MAX_RANK}; else it is written out."
+        )
 
 
 def _named(row: FamilyCost) -> str:

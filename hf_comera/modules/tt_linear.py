@@ -125,7 +125,10 @@ class TTLinear(TensorTrainModule):
         if not isinstance(x, WideHidden) and (path := self._other_path(x)) is not None:
             return self._along(path, x)
         left, right = self._halves(autocast_dtype(x))
-        if x.is_cuda and self.joined is None and kernels_are_wanted():
+        if isinstance(x, WideHidden) and not x.stays_unwritten(left):
+            x = x.real()
+        is_wide = self.is_wide and not self._forward_hooks and pays(x, left, self.out_features)
+        if self._in_one_call(x) and not is_wide:
             with without_autocast(x):
                 return low_rank_linear(x.to(left.dtype), left, right, self.bias, self.rank_activation)
         if isinstance(x, WideHidden):
@@ -133,9 +136,13 @@ class TTLinear(TensorTrainModule):
         else:
             code = to_code(x, left) if self.joined is None else self.joined.code(self, x, left)
         code = activate(code, self.rank_activation)
-        if self.is_wide and not self._forward_hooks and pays(x, self.out_features):
+        if is_wide:
             return WideHidden.of(code, right, self.bias)
         return from_code(code, right, self.bias)
+
+    def _in_one_call(self, x: Tensor) -> bool:
+        """Whether both products are one call of a kernel: for a plain tensor on a GPU, of no concern to siblings."""
+        return x.is_cuda and not isinstance(x, WideHidden) and self.joined is None and kernels_are_wanted()
 
     def path(self, rows: int, dtype: torch.dtype, *, training: bool) -> ContractionPath:
         """The contraction path that the layer takes for ``rows`` rows of input, once ranks are rounded up.

@@ -8,8 +8,8 @@ so no model has to know of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import functools
+import math
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from hf_comera.modules.lazy_weight import FREE_QUESTIONS
+from hf_comera.modules.wide_expression import Call, Leaf, Pointwise, form_of, keep, structure
 from hf_comera.ops.gradients import gradients_of
 from hf_comera.ops.tt_linear import from_code
-from hf_comera.ops.wide_code import CHUNK_ENTRIES, WideInput, wide_code
+from hf_comera.ops.wide_code import CHUNK_ENTRIES, takes_kernel, takes_kernels_like, wide_code
+from hf_comera.ops.wide_input import WideForm, WideInput
 
 __all__ = ["WideHidden", "is_wide_enough", "pays"]
 
@@ -38,15 +40,15 @@ _POINTWISE = {
 """From tensors of one shape, and numbers, to a tensor of that shape, entry by entry."""
 
 
-def pays(x: Tensor, out_features: int) -> bool:
+def pays(x: Tensor, left: Tensor, out_features: int) -> bool:
     """Whether a hidden layer of ``out_features`` for the rows of ``x`` is worth a stand-in.
 
-    It is where the hidden layer does not fit into a processor's cache. Tensors that a transform or a tracer follows
-    stay tensors, and so do those on a GPU, where nothing but memory would be gained.
+    It is where the hidden layer does not fit into a processor's cache; on a GPU, where besides kernels are switched on
+    that take a layer with such a ``left`` half. Tensors that a transform or a tracer follows stay tensors.
     """
     if (
         not is_wide_enough(x.numel() // max(1, x.shape[-1]), out_features)
-        or x.device.type != "cpu"
+        or not (x.device.type == "cpu" or takes_kernels_like(left))
         or torch.compiler.is_compiling()
         or torch._C._get_tracing_state()
     ):
@@ -59,48 +61,28 @@ def is_wide_enough(rows: int, out_features: int) -> bool:
     return rows * out_features >= 2 * CHUNK_ENTRIES
 
 
-@dataclass(eq=False)
-class _Call:
-    """A function of expressions and numbers; expressions end in leaves."""
-
-    function: Callable[..., Tensor]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-class _Leaf:
-    """Where an expression takes in a linear map, or the entries that dropout keeps."""
-
-
-class _Pointwise:
-    """An expression in the autocast mode that it was written in; it holds no tensors."""
-
-    def __init__(self, expression: Any, leaves: Sequence[_Leaf], kind: str) -> None:
-        self.expression, self.leaves, self.kind = expression, leaves, kind
-        self.autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-    def __call__(self, wides: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
-        """The expression on some rows of its inputs and masks."""
-        values = {id(leaf): value for leaf, value in zip(self.leaves, [*wides, *masks], strict=True)}
-        if self.autocast_dtype is None:
-            return _evaluate(self.expression, values)
-        with torch.autocast(self.kind, self.autocast_dtype):
-            return _evaluate(self.expression, values)
-
-
 class _Hidden:
     """An expression with the tensors at its leaves, its shape and dtype."""
 
     def __init__(
-        self, expression: Any, inputs: dict[_Leaf, WideInput], masks: dict[_Leaf, Tensor], shape: tuple[int, ...]
+        self, expression: Any, inputs: dict[Leaf, WideInput], masks: dict[Leaf, Tensor], shape: tuple[int, ...]
     ) -> None:
         self.expression, self.inputs, self.masks, self.shape = expression, inputs, masks, shape
         codes = [part.code for part in inputs.values()]
         self.device = codes[0].device
-        self.pointwise = _Pointwise(expression, [*inputs, *masks], self.device.type)
+        self.pointwise = Pointwise(expression, [*inputs, *masks], self.device.type)
         with torch.no_grad():
             empty = [code.new_empty(0) for code in codes], [mask.new_empty(0) for mask in masks.values()]
             self.dtype = self.pointwise(*empty).dtype
+
+    def operands(self, left: Tensor) -> tuple[list[WideInput], WideForm | None, list[Tensor]]:
+        """Inputs, what a kernel is to compute of them, if there is one, and masks."""
+        form = self.form() if takes_kernels_like(left) else None
+        return list(self.inputs.values()), form, list(self.masks.values())
+
+    def form(self) -> WideForm | None:
+        """The nonlinearity as kernels know it, if they do."""
+        return form_of(self.expression, list(self.inputs), list(self.masks), _known_activations())
 
     def tensors(self) -> list[Tensor | None]:
         """Code, right half and bias of every input."""
@@ -136,20 +118,27 @@ class WideHidden(Tensor):
         part = WideInput(code.reshape(-1, code.shape[-1]), right.to(code.dtype), bias)
         if not torch.is_grad_enabled():
             part = WideInput(*(None if tensor is None else tensor.detach() for tensor in part))
-        leaf = _Leaf()
+        leaf = Leaf()
         return _stand_in(_Hidden(leaf, {leaf: part}, {}, (*code.shape[:-1], right.shape[-1])))
 
+    def stays_unwritten(self, left: Tensor) -> bool:
+        """Whether a layer with this ``left`` half gains from :meth:`code`.
+
+        It does not if somebody has made the hidden layer already, nor on a GPU, if no kernel does all of it.
+        """
+        if self._real is not None or self._hidden.device.type == "cpu":
+            return self._real is None
+        return takes_kernel(*self._hidden.operands(left), left)
+
     def code(self, left: Tensor) -> Tensor:
-        """``self @ left.T``, without writing the hidden layer out unless somebody has already made it.
+        """``self @ left.T``, without writing the hidden layer out.
 
         Shape:
             ``left`` ``(R, hidden features)`` -> ``(..., R)``, in the dtype of ``left``.
         """
-        hidden = self._hidden
-        if self._real is not None:
-            return functional.linear(self._real.to(left.dtype), left)
-        code = wide_code(list(hidden.inputs.values()), hidden.pointwise, list(hidden.masks.values()), left)
-        return code.view(*hidden.shape[:-1], left.shape[0])
+        inputs, form, masks = self._hidden.operands(left)
+        code = wide_code(inputs, self._hidden.pointwise, masks, left, form)
+        return code.view(*self._hidden.shape[:-1], left.shape[0])
 
     def real(self) -> Tensor:
         """The hidden layer itself, made once, with a gradient if the stand-in has one."""
@@ -222,7 +211,7 @@ def _write_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wid
     sources = [value._hidden for value in (*args, *kwargs.values()) if isinstance(value, WideHidden)]
     inputs = {leaf: part for source in sources for leaf, part in source.inputs.items()}
     masks = {leaf: mask for source in sources for leaf, mask in source.masks.items()}
-    written = _Call(func, tree_map(_expression, args), tree_map(_expression, kwargs))
+    written = Call(func, tree_map(_expression, args), tree_map(_expression, kwargs))
     return _stand_in(_Hidden(written, inputs, masks, sources[0].shape))
 
 
@@ -231,15 +220,33 @@ def _dropout(x: WideHidden, p: float = 0.5, training: bool = True, inplace: bool
         return functional.dropout(x.real(), p, training, inplace)
     if not training or p == 0:
         return x
-    source, leaf = x._hidden, _Leaf()
+    source, leaf = x._hidden, Leaf()
     rows = x.numel() // max(1, source.shape[-1])
     keeps = torch.empty(rows, source.shape[-1], dtype=torch.bool, device=x.device).bernoulli_(1 - p)
-    written = _Call(_keep, (source.expression, leaf, 1 / (1 - p)), {})
+    written = Call(keep, (source.expression, leaf, 1 / (1 - p)), {})
     return _stand_in(_Hidden(written, source.inputs, source.masks | {leaf: keeps}, source.shape))
 
 
-def _keep(wide: Tensor, keeps: Tensor, scale: float) -> Tensor:
-    return wide * keeps * scale
+@functools.cache
+def _known_activations() -> dict[Any, str]:
+    """Names of the activations that kernels know, by what their functions write down."""
+    functions = {
+        "gelu": [functional.gelu, functools.partial(functional.gelu, approximate="none")],
+        "gelu_tanh": [functools.partial(functional.gelu, approximate="tanh"), _gelu_of_gpt2],
+        "relu": [functional.relu, torch.relu, Tensor.relu],
+        "silu": [functional.silu],
+    }
+    empty = torch.empty(0, 1)
+    with torch.no_grad():
+        hidden = WideHidden.of(empty, empty.new_empty(1, 1), None)
+        return {
+            structure(function(hidden)._hidden.expression): name for name in functions for function in functions[name]
+        }
+
+
+def _gelu_of_gpt2(x: Tensor) -> Tensor:
+    """As Transformers writes ``gelu_new``."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 def _real(value: Any) -> Any:
@@ -248,15 +255,3 @@ def _real(value: Any) -> Any:
 
 def _expression(value: Any) -> Any:
     return value._hidden.expression if isinstance(value, WideHidden) else value
-
-
-def _evaluate(expression: Any, values: dict[int, Tensor]) -> Any:
-    """The value of ``expression``; parts that occur twice are computed once."""
-    if id(expression) in values:
-        return values[id(expression)]
-    if not isinstance(expression, _Call):
-        return expression
-    args = [_evaluate(value, values) for value in expression.args]
-    kwargs = {name: _evaluate(value, values) for name, value in expression.kwargs.items()}
-    values[id(expression)] = expression.function(*args, **kwargs)
-    return values[id(expression)]

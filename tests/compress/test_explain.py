@@ -1,6 +1,7 @@
 """hf_comera/compress/explain.py: a row for each family of layers, costs of what runs, what is in the way."""
 
 import shutil
+import sys
 
 import pytest
 import torch
@@ -171,8 +172,19 @@ def test_what_layers_do_together_is_told(monkeypatch):
     monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1)
     wide = {row.label: row.extra for row in explain(model, 2, 9, machine=CPU_THREAD).rows}
     assert wide["intermediate.dense"] == "hidden in chunks"
+    llama = {row.label: row.extra for row in explain(compressed("llama-tied"), 2, 9, machine=CPU_THREAD).rows}
+    assert llama["mlp.gate_proj, mlp.up_proj"] == "joined, hidden in chunks"
     assert "two-sided, joined" in " ".join(str(explain(model, 2, 9, machine=CPU_THREAD)).split())
     query = model.get_submodule("bert.encoder.layer.0.attention.self.query")
     query.joined.num_wasted = 1
     model.eval()
     assert "1 groups of siblings are no longer joined" in notes(model)
+
+
+def test_hidden_layers_that_kernels_take_are_told(monkeypatch):
+    monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1)
+    monkeypatch.setattr(sys.modules["hf_comera.ops.wide_code"], "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(sys.modules["hf_comera.ops.low_rank_linear"], "_wanted", True)
+    explanation = explain(compressed("bert-mlm"), 2, 9, machine=CPU_THREAD)
+    assert {row.label: row.extra for row in explanation.rows}["intermediate.dense"] == "hidden in a kernel"
+    assert "gelu_tanh, relu, gated or not" in " ".join(explanation.notes)

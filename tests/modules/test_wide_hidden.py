@@ -58,6 +58,15 @@ def test_small_hidden_layers_are_tensors(monkeypatch):
     assert type(Block().up(random_input())) is torch.Tensor
 
 
+def test_off_the_cpu_it_is_made_where_no_kernel_takes_it(uses):
+    block, x = Block(), random_input()
+    hidden = block.act(block.up(x))
+    hidden._hidden.device = torch.device("cuda")  # as far as anybody asks
+    found = block.down(hidden)
+    assert uses == ["real"]
+    torch.testing.assert_close(found, results(block, x, False)[0])
+
+
 def test_frozen_parts():
     block, x = Block(), random_input()
     block.up.requires_grad_(False)
