@@ -1,6 +1,6 @@
 // Forward of ops/wide_code.py: from codes to the code behind a hidden layer, which is never written, in one launch.
-// A warp makes 16 tokens of a slab of hidden features in registers, where they already lie as the operand of the product
-// with `left`, and keeps its share of the code behind for all its slabs.
+// A warp makes 16 tokens of a slab of hidden features in registers, where they already lie as the operand of the
+// product with `left`, and keeps its share of the code behind for all its slabs.
 #include "wide_code.h"
 
 namespace {

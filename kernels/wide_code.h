@@ -2,7 +2,7 @@
 // hidden = act(code_1 right_1 + bias_1) [* (code_2 right_2 + bias_2)] [* kept entries / (1 - p)].
 //
 // Shapes: T = tokens, H = hidden features, R1, R2 = ranks in front, S = rank behind; all but T are multiples of 8, and
-// every pointer is one of 16. INPUTS is 2 where the second input gates the first.
+// every address is a multiple of 16. INPUTS is 2 where the second input gates the first.
 #pragma once
 #include "low_rank_tiles.h"
 

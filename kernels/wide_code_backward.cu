@@ -50,7 +50,8 @@ constexpr int WANTED_WARPS = 2048;  // about 16 for each multiprocessor of a lar
 
 // Axis x: hidden features; axis y: the chunk of tokens.
 template <int P, int RANK, int INPUTS>
-KERNEL LAUNCH_BOUNDS(FEATURE_THREADS, RANK == 32 && INPUTS == 1 ? 4 : 2) wide_feature_gradient_kernel(Backward arguments) {
+KERNEL LAUNCH_BOUNDS(FEATURE_THREADS, RANK == 32 && INPUTS == 1 ? 4 : 2)
+    wide_feature_gradient_kernel(Backward arguments) {
   const WideLayer& a = arguments.layer;
   const int feature = (static_cast<int>(blockIdx.x) * FEATURE_WARPS + static_cast<int>(threadIdx.x) / 32) * FEATURES;
   const int64_t begin = blockIdx.y * arguments.chunk_tokens, wanted_end = begin + arguments.chunk_tokens;
@@ -98,8 +99,7 @@ struct LaunchBackward {
     const WideLayer& a = arguments.layer;
     const unsigned tiles = num_token_tiles(a.num_tokens);
     if (tiles)
-      if (const int status =
-              launch(wide_code_gradient_kernel<P, RANK, INPUTS>, tiles, THREADS, stream, arguments))
+      if (const int status = launch(wide_code_gradient_kernel<P, RANK, INPUTS>, tiles, THREADS, stream, arguments))
         return status;
     constexpr int BLOCK = FEATURES * FEATURE_WARPS;
     const dim3 grid((a.hidden_features + BLOCK - 1) / BLOCK, static_cast<unsigned>(arguments.num_chunks));
