@@ -19,14 +19,12 @@ from torch.nn.functional import linear
 
 from hf_comera.ops import wide_code_kernels
 from hf_comera.ops.gradients import gradients_of
-from hf_comera.ops.low_rank_linear import kernels_are_wanted
+from hf_comera.ops.kernel_switch import kernels_serve
 from hf_comera.ops.precision import without_autocast
 from hf_comera.ops.wide_code_kernels import wide_code_refusal, wide_operand_refusal
 from hf_comera.ops.wide_input import WideForm, WideInput
 
 __all__ = ["CHUNK_ENTRIES", "takes_kernel", "takes_kernels_like", "wide_code"]
-
-KERNEL_DEVICES = ("cuda",)  # tests add "cpu", where the kernels are emulated
 
 # Entries of the hidden layer at a time: small enough for the cache of a core, large enough for full-speed products.
 CHUNK_ENTRIES = 1 << 19
@@ -36,7 +34,7 @@ Pointwise = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 def takes_kernels_like(half: Tensor) -> bool:
     """Whether kernels are switched on and take layers with such a half."""
-    return kernels_are_wanted() and half.device.type in KERNEL_DEVICES and wide_operand_refusal(half) is None
+    return kernels_serve(half.device) and wide_operand_refusal(half) is None
 
 
 def takes_kernel(inputs: Sequence[WideInput], form: WideForm | None, masks: Sequence[Tensor], left: Tensor) -> bool:

@@ -1,7 +1,6 @@
 """hf_comera/compress/explain.py: a row for each family of layers, costs of what runs, what is in the way."""
 
 import shutil
-import sys
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_comera import ComeraConfig, explain, get_comera_model
 from hf_comera.compress.explain import WIDTH
 from hf_comera.modules import TTLinear, TTMEmbedding, wide_hidden
+from hf_comera.ops import kernel_switch
 from hf_comera.tt.machine import CPU_THREAD, H200
 from tests.architectures import ARCHITECTURES
 
@@ -183,8 +183,8 @@ def test_what_layers_do_together_is_told(monkeypatch):
 
 def test_hidden_layers_that_kernels_take_are_told(monkeypatch):
     monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1)
-    monkeypatch.setattr(sys.modules["hf_comera.ops.wide_code"], "KERNEL_DEVICES", ("cpu",))
-    monkeypatch.setattr(sys.modules["hf_comera.ops.low_rank_linear"], "_wanted", True)
+    monkeypatch.setattr(kernel_switch, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(kernel_switch, "_wanted", True)
     explanation = explain(compressed("bert-mlm"), 2, 9, machine=CPU_THREAD)
     assert {row.label: row.extra for row in explanation.rows}["intermediate.dense"] == "hidden in a kernel"
     assert "gelu_tanh, relu, gated or not" in " ".join(explanation.notes)

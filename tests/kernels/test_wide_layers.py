@@ -1,7 +1,6 @@
 """hf_comera/ops/wide_code.py and the layers above it: with kernels they compute what they compute without."""
 
 import copy
-import sys
 
 import pytest
 import torch
@@ -18,11 +17,10 @@ from transformers import (
 
 from hf_comera import ComeraConfig, get_comera_model
 from hf_comera.modules import wide_hidden
-from hf_comera.ops import use_kernels, wide_code_kernels
+from hf_comera.ops import kernel_switch, use_kernels, wide_code_kernels
 from hf_comera.ops.wide_code import wide_code
 from hf_comera.ops.wide_input import WideForm, WideInput
 
-module = sys.modules["hf_comera.ops.wide_code"]
 SIZES = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 144, "num_attention_heads": 4}
 GPT2 = {"vocab_size": 99, "n_embd": 64, "n_head": 4, "n_layer": 1, "resid_pdrop": 0.0}
 T5 = {"vocab_size": 99, "d_model": 64, "d_kv": 16, "d_ff": 144, "num_heads": 4, "num_layers": 1}
@@ -41,7 +39,7 @@ MODELS = {
 def calls(kernels, monkeypatch):
     """What the kernels were called for, on a CPU too."""
     seen = []
-    monkeypatch.setattr(module, "KERNEL_DEVICES", (kernels.type,))
+    monkeypatch.setattr(kernel_switch, "KERNEL_DEVICES", (kernels.type,))
     monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1)
     for name in ("wide_code", "wide_code_backward"):
         original = getattr(wide_code_kernels, name)
