@@ -24,6 +24,7 @@ class _Fp8Conv1D(Conv1D):  # type: ignore[misc]
 
 
 _FP8_CLASSES: dict[type, type] = {nn.Linear: _Fp8Linear, Conv1D: _Fp8Conv1D}
+_ORDINARY_CLASSES = {fp8: ordinary for ordinary, fp8 in _FP8_CLASSES.items()}
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def set_fp8_linears(model: nn.Module, min_features: int | None = 2048) -> Fp8Lin
     Parameters, hooks, adapters and names in checkpoints stay what they are. A layer keeps its input for backward in
     FP8, once for all layers that share it, whatever the activation policy says. Never changed are tensor-train layers,
     whose products are thin, the layer that gives the logits, and classes that models derive from linear layers.
-    Second derivatives are not to be had.
+    Second derivatives and transforms of ``torch.func`` are not to be had.
 
     Args:
         model: Any module.
@@ -61,23 +62,23 @@ def set_fp8_linears(model: nn.Module, min_features: int | None = 2048) -> Fp8Lin
 
     Raises:
         TypeError: If ``model`` is no module.
-        ValueError: If ``min_features`` is not positive, or the device cannot multiply in FP8. Nothing is changed then.
+        ValueError: If ``min_features`` is not positive, the device cannot multiply in FP8, or the forward of a layer
+            was replaced since it does. Nothing is changed then.
 
     Source:
         COAT, arXiv:2410.19313, section 5 and table 6.
     """
     _check(model, min_features)
-    ordinary = {fp8: plain for plain, fp8 in _FP8_CLASSES.items()}
     for module in model.modules():
-        if type(module) in ordinary:
-            module.__class__ = ordinary[type(module)]
+        module.__class__ = _ORDINARY_CLASSES.get(type(module), type(module))
     report = Fp8LinearsReport([], {})
     if min_features is None:
         return report
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    heads = [module.get_output_embeddings() for module in model.modules() if hasattr(module, "get_output_embeddings")]
     linears = [(name, module) for name, module in model.named_modules() if type(module) in _FP8_CLASSES]
     for name, module in linears:
-        reason = "it gives the logits" if module is head else _refusal(module.weight, min_features)
+        is_head = any(module is head for head in heads)
+        reason = "it gives the logits" if is_head else _refusal(module, min_features)
         if reason is None:
             module.__class__ = _FP8_CLASSES[type(module)]
             report.in_fp8.append(name)
@@ -86,7 +87,10 @@ def set_fp8_linears(model: nn.Module, min_features: int | None = 2048) -> Fp8Lin
     return report
 
 
-def _refusal(weight: Tensor, min_features: int) -> str | None:
+def _refusal(module: nn.Module, min_features: int) -> str | None:
+    weight: Tensor = module.weight
+    if "forward" in module.__dict__:
+        return "their forward was replaced, as Accelerate does to offload layers"
     if min(weight.shape) < min_features:
         return f"fewer than {min_features} features on one side"
     if any(size % FEATURE_MULTIPLE for size in weight.shape):
@@ -99,6 +103,12 @@ def _refusal(weight: Tensor, min_features: int) -> str | None:
 def _check(model: nn.Module, min_features: int | None) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"set_fp8_linears needs a model, a torch.nn.Module, and got {type(model).__name__}.")
+    for name, module in model.named_modules():
+        if type(module) in _ORDINARY_CLASSES and "forward" in module.__dict__:
+            raise ValueError(
+                f"set_fp8_linears: the forward of {name} was replaced since it multiplies in FP8. Take that back "
+                "first, for example with accelerate.hooks.remove_hook_from_module."
+            )
     if min_features is None:
         return
     if isinstance(min_features, bool) or not isinstance(min_features, int) or min_features < 1:

@@ -6,13 +6,14 @@ each tensor. The products are torch's own ``_scaled_mm``.
 
 # Shapes here: T = tokens, I = in features, O = out features.
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
 from hf_comera.ops.fp8_activations import Fp8Tensor, store_by_tensor
 from hf_comera.ops.precision import without_autocast
@@ -32,8 +33,10 @@ def fp8_device_refusal(device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"torch has no FP8 products for devices of type {device.type!r}"
+    if torch.version.hip:
+        return "AMD GPUs have other FP8 formats"
     capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip or capability >= _MINIMUM_CAPABILITY:
+    if capability >= _MINIMUM_CAPABILITY:
         return None
     name = torch.cuda.get_device_name(device)
     return f"the GPU ({name}) has compute capability {capability[0]}.{capability[1]}, FP8 products need 8.9 or newer"
@@ -42,8 +45,9 @@ def fp8_device_refusal(device: torch.device) -> str | None:
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``, both factors rounded to FP8 first, and likewise the factors of both gradients.
 
-    Kept for backward are the codes of ``x``, one byte an entry, and the weight itself, which is rounded again there.
-    Sums are float32. Infinite gradients stay infinite or become NaN, so that a gradient scaler notices them.
+    Kept for backward are the codes of ``x``, one byte an entry, if the weight has a gradient, and the weight itself if
+    ``x`` has one; it is rounded again there. Sums are float32. Infinite gradients stay infinite or become NaN, so that
+    a gradient scaler notices them.
 
     Args:
         x: Float32, bfloat16 or float16.
@@ -65,21 +69,35 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     _check(x, weight)
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return _Fp8Linear.apply(x, weight, bias, _stored_rows(x), dtype)
+    y_TO = _Fp8Linear.apply(x, weight, bias, _stored_rows(x), dtype)
+    return y_TO.view(*x.shape[:-1], weight.shape[0])  # a view made inside could not be changed in place
 
 
-_STORED = WeakTensorKeyDictionary()
-"""Inputs that are still alive, with their version and codes: query, key and value share an input, and so its codes."""
+class _Last(threading.local):
+    """The last input that was rounded: query, key and value share one, and so its codes."""
+
+    x: TensorWeakRef | None = None
+    state: Any = None
+    stored: Fp8Tensor | None = None
+
+
+_last = _Last()
 
 
 def _stored_rows(x: Tensor) -> Fp8Tensor:
-    if torch.compiler.is_compiling() or x.is_inference():  # which have no version
+    """The codes of ``x``, those of the last call if they are still right.
+
+    Only results of other operations are found again: torch counts what is done to them, whereas inputs and parameters
+    can be filled anew unseen, for instance by the replay of a CUDA graph.
+    """
+    if x.grad_fn is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return store_by_tensor(x.reshape(-1, x.shape[-1]))
-    version, stored = _STORED.get(x, (None, None))
-    if stored is None or version != x._version:
+    stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
+    state = x._version, x.shape, stream
+    if _last.stored is None or _last.x is None or _last.x() is not x or _last.state != state:
         stored = store_by_tensor(x.reshape(-1, x.shape[-1]))
-        _STORED[x] = x._version, stored
-    return stored
+        _last.x, _last.state, _last.stored = TensorWeakRef(x), state, stored
+    return _last.stored
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -87,28 +105,32 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, x_TI: Fp8Tensor, dtype: torch.dtype
     ) -> Tensor:
-        ctx.save_for_backward(x_TI.codes, x_TI.scales, weight)
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        needs_dx, needs_dweight, _ = ctx.needs_input_grad[:3]
+        ctx.save_for_backward(
+            weight if needs_dx else None,
+            x_TI.codes if needs_dweight else None,
+            x_TI.scales if needs_dweight else None,
+        )
+        ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         with without_autocast(x):
-            y_TO = _multiply(x_TI, store_by_tensor(weight), dtype, bias=bias, fast_sums=True)
-        return y_TO.view(*x.shape[:-1], weight.shape[0])
+            return _multiply(x_TI, store_by_tensor(weight), dtype, bias=bias, fast_sums=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        codes_TI, x_scale, weight = ctx.saved_tensors
-        wants_dx, wants_dweight, wants_dbias = ctx.needs_input_grad[:3]
-        dy = grads[0].reshape(-1, weight.shape[0])
-        dy_TO = store_by_tensor(dy, format=torch.float8_e5m2)
+        weight, codes_TI, x_scale = ctx.saved_tensors
+        dy = grads[0]
         dx = dweight = dbias = None
         with without_autocast(dy):
-            if wants_dx:
+            if weight is not None or codes_TI is not None:
+                dy_TO = store_by_tensor(dy, format=torch.float8_e5m2)
+            if weight is not None:
                 dx = _multiply(dy_TO, _transposed(store_by_tensor(weight)), ctx.x_dtype).view(ctx.x_shape)
-            if wants_dweight:
+            if codes_TI is not None:
                 x_TI = Fp8Tensor(codes_TI, x_scale, ctx.x_dtype)
-                dweight = _multiply(_transposed(dy_TO), _transposed(x_TI), weight.dtype)
-            if wants_dbias:
+                dweight = _multiply(_transposed(dy_TO), _transposed(x_TI), ctx.weight_dtype)
+            if ctx.needs_input_grad[2]:
                 dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dweight, dbias, None, None
 

@@ -50,7 +50,7 @@ class _LaunchedHalves(torch.autograd.Function):
     def forward(ctx: Any, sides: list[Side], halves: list[Half], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.sides, ctx.halves = sides, halves
-        ctx.versions = _versions(halves)
+        ctx.versions = [_versions(half) for half in halves]
         return tuple(tt_halves(halves, sides[0].dtype))
 
     @staticmethod
@@ -60,10 +60,11 @@ class _LaunchedHalves(torch.autograd.Function):
         layers = [(side, index) for side in ctx.sides for index in range(len(side.cores))]
         used = {place: grad for place, grad in enumerate(grads) if grad is not None}
         found: dict[int, list[Any]]
+        for place in used:
+            _check_unchanged(ctx.halves[place], ctx.versions[place])
         if torch.is_grad_enabled():
             found = {place: differentiable_gradients(*layers[place], grad) for place, grad in used.items()}
         else:
-            _check_unchanged(ctx.halves, ctx.versions)
             all_grads = tt_halves_backward([ctx.halves[place] for place in used], list(used.values()))
             found = dict(zip(used, all_grads, strict=True))
         none = ([None] * (len(side.cores[index]) + len(side.gates[index])) for side, index in layers)
@@ -91,18 +92,17 @@ def _launch_key(side: Side) -> Any:
     return core.dtype, core.device, side.dtype, any(tensor.requires_grad for tensor in side.tensors())
 
 
-def _versions(halves: Iterable[Half]) -> list[tuple[tuple[int, ...], int]]:
-    """Shape and version of all cores and gates; copies made in inference mode count none."""
-    tensors = (tensor for half in halves for tensor in (*half.cores, *half.gates))
-    return [(tuple(tensor.shape), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+def _versions(half: Half) -> list[int]:
+    """Of all cores and gates; copies made in inference mode have none."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in (*half.cores, *half.gates)]
 
 
-def _check_unchanged(halves: Iterable[Half], before: Iterable[tuple[tuple[int, ...], int]]) -> None:
+def _check_unchanged(half: Half, before: Sequence[int]) -> None:
     """Refuse gradients at cores that are no longer those of the forward pass."""
-    for (shape, found), (_, expected) in zip(_versions(halves), before, strict=True):
+    for tensor, found, expected in zip((*half.cores, *half.gates), _versions(half), before, strict=True):
         if found != expected:
             raise RuntimeError(
-                f"A core or rank gate of shape {shape} was modified in place between the forward pass and backward: "
-                f"it is at version {found}, expected version {expected}. Call backward before the optimizer's step, "
-                "or make the forward pass anew."
+                f"A core or rank gate of shape {tuple(tensor.shape)} was modified in place between the forward pass "
+                f"and backward: it is at version {found}, expected version {expected}. Call backward before the "
+                "optimizer's step, or make the forward pass anew."
             )

@@ -119,6 +119,18 @@ def test_cores_that_changed_before_backward_are_an_error_and_new_memory_is_none(
         half.sum().backward()
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_only_layers_whose_gradient_is_wanted_must_be_unchanged(served, create_graph):
+    sides = make_sides(served, ["two-factors"])
+    first, second = (sides[0].cores[index] for index in (0, 1))
+    halves = model_halves(sides)[0]
+    with torch.no_grad():
+        second[0].mul_(2)
+    torch.autograd.grad(halves[0].sum(), first, create_graph=create_graph, retain_graph=True)
+    with pytest.raises(RuntimeError, match="was modified in place"):
+        torch.autograd.grad(halves[1].sum(), second, create_graph=create_graph)
+
+
 def test_no_gradient_is_needed(served):
     sides = make_sides(served, ["two-factors"])
     transposed(sides)  # the copy that is read instead counts no versions in inference mode

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
@@ -168,6 +169,28 @@ def test_what_is_left_alone():
     report = set_fp8_linears(nn.ModuleDict(layers), 64)
     assert not report.in_fp8
     assert report.left_out == {"odd": "sizes are not multiples of 16", "exact": "weights are torch.float64"}
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.module = inner
+
+
+def test_logits_are_left_alone_within_a_wrapper():
+    report = set_fp8_linears(Wrapper(build()), 64)
+    assert report.left_out["module.lm_head"] == "it gives the logits"
+
+
+def test_layers_whose_forward_was_replaced_are_left_out():
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    add_hook_to_module(layers[0], ModelHook())
+    report = set_fp8_linears(layers, 64)
+    assert report.in_fp8 == ["1"]
+    assert "forward was replaced" in report.left_out["0"]
+    add_hook_to_module(layers[1], ModelHook())
+    with pytest.raises(ValueError, match="the forward of 1 was replaced since it multiplies in FP8"):
+        set_fp8_linears(layers, None)
 
 
 def test_a_second_call_decides_anew():

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from hf_comera.ops.fp8_activations import store_by_tensor
-from hf_comera.ops.fp8_linear import _STORED, fp8_device_refusal, fp8_linear
+from hf_comera.ops.fp8_linear import fp8_device_refusal, fp8_linear
 
 E5M2 = torch.float8_e5m2
 DTYPES = {"fp32": (torch.float32, 1e-5), "bf16": (torch.bfloat16, 1e-2), "fp16": (torch.float16, 2e-3)}
@@ -105,24 +105,50 @@ def kept_bytes(*layers: torch.Tensor, x: torch.Tensor) -> int:
 
 def test_layers_that_share_an_input_keep_it_once_in_one_byte_an_entry():
     query, key, value = (draw(32, 64) for _ in range(3))
-    assert kept_bytes(query, key, value, x=draw(8, 64)) == 8 * 64 + 4  # codes and a scale
+    assert kept_bytes(query, key, value, x=draw(8, 64) * 2) == 8 * 64 + 4  # codes and a scale
 
 
-def test_an_input_that_was_changed_in_place_is_rounded_anew():
-    x, weight = draw(4, 32).detach(), draw(16, 32)
+def test_frozen_layers_keep_nothing_but_weights():
+    assert kept_bytes(draw(32, 64).detach(), x=draw(8, 64)) == 0
+
+
+def change_in_place(x, buffer):
+    with torch.no_grad():
+        x.mul_(-1)
+
+
+def change_unseen(x, buffer):
+    buffer *= -1
+
+
+def change_data(x, buffer):
+    x.data.mul_(-1)
+
+
+@pytest.mark.parametrize("change", [change_in_place, change_unseen, change_data])
+def test_an_input_that_was_changed_is_rounded_anew(change):
+    buffer = torch.randn(4, 32).numpy()
+    x, weight = torch.from_numpy(buffer).requires_grad_(), draw(16, 32)
     before = fp8_linear(x, weight)
-    x.mul_(-1)
+    change(x, buffer)
     assert torch.equal(fp8_linear(x, weight), -before)
 
 
-def test_codes_are_let_go_with_the_input():
-    before = len(_STORED)
-    x = draw(4, 32)
+def test_a_result_that_was_changed_in_place_is_rounded_anew():
+    x, weight = draw(4, 32) * 2, draw(16, 32)
+    before = fp8_linear(x, weight)
     with torch.no_grad():
-        fp8_linear(x, draw(16, 32))
-    assert len(_STORED) == before + 1
-    del x
-    assert len(_STORED) == before
+        x.mul_(-1)
+    assert torch.equal(fp8_linear(x, weight), -before)
+
+
+@pytest.mark.parametrize("shape", [(4, 32), (2, 3, 32)], ids=str)
+def test_the_result_may_be_changed_in_place(shape):
+    x, weight = draw(*shape), draw(16, 32)
+    y = fp8_linear(x, weight)
+    (expected,) = torch.autograd.grad((2 * y).relu().sum(), x, retain_graph=True)
+    y.mul_(2).relu_().sum().backward()
+    assert torch.equal(x.grad, expected)
 
 
 @pytest.mark.parametrize("amount", [math.inf, math.nan])
@@ -150,6 +176,15 @@ def test_works_where_tensors_have_no_version():
     with torch.inference_mode():
         x, weight = torch.randn(4, 32), torch.randn(16, 32)
         assert torch.equal(fp8_linear(x, weight), fp8_linear(x.clone(), weight))
+
+
+def test_trains_on_what_was_evaluated_before():
+    x, weight = draw(4, 32) * 2, draw(16, 32)
+    with torch.inference_mode():
+        before = fp8_linear(x, weight).clone()
+    y = fp8_linear(x, weight)
+    y.sum().backward()
+    assert torch.equal(y, before)
 
 
 def test_a_change_of_the_weight_before_backward_is_noticed():

@@ -8,12 +8,15 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import bench_step
 from hf_comera import ComeraConfig, get_comera_model
+from hf_comera.ops import kernel_switch
 from interleaved_timing import DENSE, TENSOR_TRAIN
 from step_models import LARGE, build_models
 from step_timing import Step, make_optimizer, prepare_step
 from tests.training.tape_capture import use_tape
 
-CONFIG = BertConfig(vocab_size=30522, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+CONFIG = BertConfig(
+    vocab_size=30522, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, num_labels=3
+)
 
 
 def tiny_model():
@@ -67,6 +70,20 @@ def test_large_models_agree_with_each_other():
     models = build_models(LARGE, dropout=0.0)
     dense, small = (sum(p.numel() for p in models[form].parameters()) for form in (DENSE, TENSOR_TRAIN))
     assert dense > 10 * small
+
+
+def test_the_whole_script_with_kernels(monkeypatch, capsys):
+    monkeypatch.setattr(
+        bench_step, "build_models", lambda name, dropout: {DENSE: tiny_model(), TENSOR_TRAIN: tiny_model()}
+    )
+    monkeypatch.setattr(kernel_switch, "_wanted", False)
+    words = ["--batch", "2x8", "--rounds", "1", "--no-save", "--threads", "1"]
+    args = parse(monkeypatch, *words)
+    args.kernels = True
+    monkeypatch.setattr(bench_step, "parse_arguments", lambda: args)
+    bench_step.main()
+    assert "ratio" in capsys.readouterr().out
+    assert kernel_switch.kernels_are_wanted()
 
 
 def test_defaults_are_those_of_the_rows(monkeypatch):
