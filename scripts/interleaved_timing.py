@@ -226,11 +226,11 @@ def machine() -> dict[str, str | int]:
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *map(_without_folder, sys.argv[1:])]),
+        "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *map(without_folder, sys.argv[1:])]),
     }
 
 
-def _without_folder(word: str) -> str:
+def without_folder(word: str) -> str:
     """A file's name alone: its folder means nothing on other machines."""
     return Path(word).name if "/" in word else word
 

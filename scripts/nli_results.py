@@ -1,6 +1,7 @@
 """The figures of a finished run on pairs of sentences: as JSON, as a row of a csv file, and as a table to read."""
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from rich.table import Table
 from torch import nn
 
 from hf_comera import SizeReport, size_report
-from interleaved_timing import MACHINE_IDENTITY, replace_rows
+from interleaved_timing import MACHINE_IDENTITY, replace_rows, without_folder
 from mnli_settings import Settings
 from nli_data import describe_source
 from nli_model import describe_shapes
@@ -98,7 +99,8 @@ def write_results(outcome: NliOutcome, run: Run, settings: Settings, notes: list
     locks = path.parent / "locks"
     locks.mkdir(parents=True, exist_ok=True)
     with FileLock(locks / f"{path.name}.lock"):  # several runs may end at once
-        row = {**_row(outcome, run, settings), **_place(here), "command": command}
+        shown = shlex.join(word if word.endswith(".py") else without_folder(word) for word in shlex.split(command))
+        row = {**_row(outcome, run, settings), **_place(here), "command": shown}
         replace_rows(path, [row], [*ROW_IDENTITY, *MACHINE_IDENTITY, "gpu"])
 
 

@@ -1,7 +1,7 @@
 """Draw the results of bench_quality.py: loss over steps, seconds and training bytes, and the sweep of the rates.
 
     python scripts/quality_pictures.py
-    python scripts/quality_pictures.py --only width=256 budget=steps
+    python scripts/quality_pictures.py --only width=256 budget=steps steps=250,1000,1354,3385
 
 Writes docs/pictures/quality_steps.png, quality_seconds.png, quality_bytes.png and quality_rates.png: one panel a task,
 one line a model and update, means over the seeds. All but the last show each at its best rate.
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def chosen_rows(results: Results, task: str, only: Sequence[str]) -> list[Row]:
-    """The rows of ``task`` that agree with all ``column=value``.
+    """The rows of ``task`` that agree with all ``column=value`` or ``column=value,other``.
 
     Raises:
         ValueError: If there is no such column.
@@ -74,7 +74,7 @@ def chosen_rows(results: Results, task: str, only: Sequence[str]) -> list[Row]:
         column, _, value = condition.partition("=")
         if rows and column not in rows[0]:
             raise ValueError(f"--only {condition}: no such column. Use one of {', '.join(rows[0])}; e.g. width=256.")
-        rows = [row for row in rows if row[column] == value]
+        rows = [row for row in rows if row[column] in value.split(",")]
     return rows
 
 
@@ -174,7 +174,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--results_dir", default=str(RESULTS), help="folder of the csv files; default scripts/results")
     parser.add_argument("--folder", default=str(PICTURES), help="where the pictures go; default docs/pictures")
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="COLUMN=VALUE", help="draw only the rows with these values"
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="COLUMN=VALUE",
+        help="draw only the rows with these values; several of one column with commas: steps=250,1000",
     )
     return parser.parse_args(argv)
 

@@ -50,7 +50,7 @@ def test_curves_are_means_over_the_seeds(results_dir):
 
 def test_only_some_rows(results_dir, tmp_path):
     folder = ["--results_dir", str(results_dir), "--folder", str(tmp_path / "pictures")]
-    assert main([*folder, "--only", "form=dense", "seed=1"]) == 0
+    assert main([*folder, "--only", "form=dense", "seed=1,7"]) == 0
     with pytest.raises(ValueError, match=r"has no row with form=none\. Run bench_quality.py first"):
         main([*folder, "--only", "form=none"])
     with pytest.raises(ValueError, match=r"--only shape=2: no such column"):
