@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_comera.ops.kernel_build import KernelBuildError, build_emulated_library, build_library, is_built
+from hf_comera.ops.kernel_switch import kernels_are_wanted
 
 __all__ = [
     "KernelResources",
@@ -142,11 +143,13 @@ def emulated_kernels() -> ctypes.CDLL:
 def kernels_refusal(device: torch.device) -> str | None:
     """Why the kernels cannot be used on a GPU, or None where they can; compiles them if that has not been done.
 
-    The answer is kept: a failing compiler is not started again in this process.
+    The answer is kept: a failing compiler is not started again in this process, and is reported once.
     """
     try:
         load_kernels(device)
     except (KernelBuildError, OSError) as error:
+        if kernels_are_wanted():
+            LOGGER.warning("CUDA kernels were asked for, but plain torch runs in their place: %s", error)
         return str(error)
     return None
 

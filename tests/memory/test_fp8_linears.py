@@ -87,8 +87,9 @@ def test_model_learns_nearly_the_same(model_class, config, num_in_fp8, num_left_
     assert [type(module) for module in model.modules()] == classes
 
 
-def test_default_takes_only_large_layers():
+def test_default_takes_only_large_layers(caplog):
     report = set_fp8_linears(build())
+    assert "set_fp8_linears(min_features=2048) changes nothing" in caplog.text
     assert not report.in_fp8
     assert "fewer than 2048 features on one side" in report.left_out.values()
 

@@ -19,6 +19,16 @@ def test_the_switch(wanted, kind, serve, monkeypatch):
     assert kernels_serve(torch.device(kind)) is serve
 
 
+@pytest.mark.parametrize(
+    ("wanted", "has_gpu", "warns"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_asking_in_vain_is_told(wanted, has_gpu, warns, monkeypatch, caplog):
+    monkeypatch.setattr(kernel_switch, "_wanted", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    use_kernels(wanted)
+    assert ("no CUDA device: models run in plain torch" in caplog.text) is warns
+
+
 @pytest.mark.parametrize(("value", "wanted"), [(None, False), ("", False), ("0", False), ("1", True)])
 def test_the_environment(value, wanted, monkeypatch):
     monkeypatch.delenv("HF_COMERA_KERNELS", raising=False)
