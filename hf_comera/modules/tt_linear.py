@@ -18,7 +18,7 @@ from hf_comera.ops.low_rank_linear import low_rank_linear
 from hf_comera.ops.path_linear import dense_linear, path_linear
 from hf_comera.ops.precision import autocast_dtype, chain_dtype, without_autocast
 from hf_comera.ops.rank_activation import check_rank_activation, shrinkage
-from hf_comera.ops.tt_linear import activate, from_code, to_code
+from hf_comera.ops.tt_linear import activate, bias_as_rank, from_code, to_code
 from hf_comera.tt.contraction import apply_parts, build_parts
 from hf_comera.tt.cores import contract_left, contract_right, core_shapes, draw_cores
 from hf_comera.tt.decomposition import tt_svd
@@ -136,9 +136,10 @@ class TTLinear(TensorTrainModule):
         else:
             code = to_code(x, left) if self.joined is None else self.joined.code(self, x, left)
         code = activate(code, self.rank_activation)
+        code, right, bias = bias_as_rank(code, right, self.bias, self.ranks[len(self.in_factors) - 1])
         if is_wide:
-            return WideHidden.of(code, right, self.bias)
-        return from_code(code, right, self.bias)
+            return WideHidden.of(code, right, bias)
+        return from_code(code, right, bias)
 
     def _in_one_call(self, x: Tensor) -> bool:
         """Whether both products are one call of a kernel: for a plain tensor on a GPU, of no concern to siblings."""

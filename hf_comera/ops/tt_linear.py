@@ -9,15 +9,20 @@ Source: CoMERA, arXiv:2405.14377, section on contraction paths: two-sided contra
 
 # Shapes here: I = in features, O = out features, R = rank of the code, T = tokens.
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, one_hot
 
 from hf_comera.ops.halves import layer_halves
 from hf_comera.ops.precision import autocast_input, without_autocast
 from hf_comera.ops.rank_activation import RANK_ACTIVATIONS, check_rank_activation
 
-__all__ = ["activate", "from_code", "to_code", "tt_linear"]
+__all__ = ["activate", "bias_as_rank", "from_code", "to_code", "tt_linear"]
+
+# Entries of an output from which on a pass over it takes longer than the few small operations that spare one.
+WORTH_A_RANK = 1 << 17
 
 
 def tt_linear(
@@ -96,3 +101,36 @@ def from_code(code: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor
         else:
             y_TO = torch.addmm(bias.to(code.dtype), code_TR, right.to(code.dtype))
     return y_TO.view(*code.shape[:-1], right.shape[-1])
+
+
+def bias_as_rank(code: Tensor, right: Tensor, bias: Tensor | None, rank: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What :func:`from_code` is to be given, with the bias in a rank that padding left empty, if that is faster.
+
+    The code gets a column of ones and ``right`` the bias as a row, so that one product does what otherwise takes a
+    pass over all of the output in front of it, and its gradient another pass in backward. Padding is there anyway.
+
+    Args:
+        code: From :func:`activate`.
+        right: Half behind it; its rows from ``rank`` on are zeros, as are the columns of the code.
+        bias: ``(out_features,)`` or None.
+        rank: Middle rank of the layer without padding.
+
+    Shape:
+        ``code`` ``(..., R)``, ``right`` ``(R, O)`` -> the same.
+
+    Returns:
+        Code, right half and bias; as they were on a GPU, whose products add a bias for nothing, for small outputs,
+        without a bias, and where no rank is to spare.
+    """
+    worth = code.device.type == "cpu" and code.numel() // code.shape[-1] * right.shape[1] >= WORTH_A_RANK
+    if bias is None or rank >= right.shape[0] or torch.compiler.is_compiling() or not worth:
+        return code, right, bias
+    place = _unit_vector(rank, right.shape[0], right.dtype)
+    with without_autocast(code):
+        return code + place, torch.addr(right, place, bias.to(right.dtype)), None
+
+
+@lru_cache
+def _unit_vector(place: int, size: int, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return one_hot(torch.tensor(place), size).to(dtype)

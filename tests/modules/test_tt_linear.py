@@ -27,6 +27,20 @@ def test_equals_nn_linear_with_its_dense_weight(in_features, out_features, bias)
     assert layer.dense().shape == layer.weight_shape() == (out_features, in_features)
 
 
+@pytest.mark.parametrize("rank_activation", [None, *RANK_ACTIVATIONS])
+def test_a_bias_in_a_rank_to_spare_has_the_gradient_of_a_bias(rank_activation, monkeypatch):
+    layer = TTLinear(24, 512, ranks=6, rank_activation=rank_activation, dtype=torch.float64)
+    inputs = torch.randn(256, 24, dtype=torch.float64, requires_grad=True), *layer.parameters()
+    y = layer(inputs[0])
+    grad_y = torch.randn_like(y)
+    found = y, *torch.autograd.grad(y, inputs, grad_y)
+    monkeypatch.setattr(tt_linear_module, "bias_as_rank", lambda code, right, bias, rank: (code, right, bias))
+    with_a_bias = layer(inputs[0])
+    assert "Addmm" in type(with_a_bias.grad_fn.next_functions[0][0]).__name__
+    assert "Addmm" not in type(y.grad_fn.next_functions[0][0]).__name__
+    torch.testing.assert_close(found, (with_a_bias, *torch.autograd.grad(with_a_bias, inputs, grad_y)))
+
+
 @pytest.mark.parametrize("rank_activation", RANK_ACTIVATIONS)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("bias", [True, False])

@@ -9,7 +9,7 @@ from torch.nn import functional
 from hf_comera.ops import tt_linear
 from hf_comera.ops.halves import layer_halves
 from hf_comera.ops.rank_activation import RANK_ACTIVATIONS
-from hf_comera.ops.tt_linear import to_code
+from hf_comera.ops.tt_linear import WORTH_A_RANK, bias_as_rank, from_code, to_code
 from hf_comera.tt.cores import draw_cores
 from tests.dense_references import dense_halves, dense_matrix, random_cores
 
@@ -177,3 +177,74 @@ def test_input_that_the_cores_cannot_cover_is_refused():
     cores, _, _ = problem((2, 3), (4, 2), 3, 6, 8)
     with pytest.raises(ValueError, match="x has 7 features, but the 2 input cores cover 6"):
         tt_linear(torch.randn(2, 7, dtype=torch.float64), cores, 2)
+
+
+ROWS = WORTH_A_RANK // 64
+
+
+def product_with_padding(code, right, bias, change=bias_as_rank):
+    """``code @ right + bias`` with the rank padded to 8, so that ``change`` finds what is left of it."""
+    rank = right.shape[0]
+    padded = functional.pad(code, (0, 8 - rank)), functional.pad(right, (0, 0, 0, 8 - rank))
+    *parts, bias = change(*padded, bias, rank)
+    assert (bias is None) == (change is bias_as_rank)
+    return from_code(*parts, bias)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str
+)
+@pytest.mark.parametrize("rank", [1, 6, 7])
+def test_bias_as_rank_computes_the_same(rank, dtype, tolerance):
+    shapes = (2, ROWS // 2, rank), (rank, 64), (64,), (2, ROWS // 2, 64)
+    *inputs, grad_y = (torch.randn(shape, dtype=dtype) for shape in shapes)
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    ours, expected = (product_with_padding(*inputs), inputs[0].double() @ inputs[1].double() + inputs[2].double())
+    found = ours, *torch.autograd.grad(ours, inputs, grad_y)
+    wanted = expected, *torch.autograd.grad(expected, inputs, grad_y.double())
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() <= tolerance * other.norm()
+
+
+@pytest.mark.parametrize(
+    ("rank", "has_bias", "rows"),
+    [
+        pytest.param(8, True, ROWS, id="no-rank-to-spare"),
+        pytest.param(6, False, ROWS, id="no-bias"),
+        pytest.param(6, True, ROWS - 1, id="small"),
+        pytest.param(6, True, 0, id="empty"),
+    ],
+)
+def test_bias_stays_a_bias(rank, has_bias, rows):
+    parts = torch.randn(rows, 8), torch.randn(8, 64), torch.randn(64) if has_bias else None
+    assert all(one is other for one, other in zip(bias_as_rank(*parts, rank), parts, strict=True))
+
+
+def test_bias_as_rank_with_frozen_parts_autocast_and_inference():
+    code, right, bias = torch.randn(ROWS, 6), torch.randn(6, 64), torch.randn(64)
+    expected = torch.addmm(bias, code, right)
+    with torch.inference_mode():
+        torch.testing.assert_close(product_with_padding(code, right, bias), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = product_with_padding(code.bfloat16(), right.bfloat16(), bias.requires_grad_())
+    assert y.dtype == torch.bfloat16
+    assert (y - expected).norm() <= 0.02 * expected.norm()
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), bias)[0], torch.full((64,), float(ROWS)))
+
+
+def test_bias_as_rank_spares_passes_over_the_output():
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((ROWS, 6), (6, 64), (64,))]
+
+    def passes(change):
+        with torch.profiler.profile(record_shapes=True) as profile:
+            y = product_with_padding(*inputs, change)
+            torch.autograd.grad(y, inputs, torch.ones_like(y))
+        seen = [event for event in profile.events() if event.name in {"aten::sum", "aten::addmm", "aten::mm"}]
+        return sorted(event.name for event in seen if [ROWS, 64] in event.input_shapes or event.name == "aten::addmm")
+
+    assert passes(bias_as_rank) == ["aten::mm"] * 2
+    assert passes(lambda code, right, bias, rank: (code, right, bias)) == [
+        "aten::addmm",
+        *["aten::mm"] * 2,
+        "aten::sum",
+    ]
