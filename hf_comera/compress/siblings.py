@@ -1,6 +1,8 @@
-"""Which layers work together, by their names: those that read one input, and those that feed an activation."""
+"""Which layers work together, by names: those that read one input, feed an activation, or meet in core attention."""
 
-__all__ = ["FEED_FORWARD", "SIBLINGS", "feeds_forward", "sibling_names"]
+from torch import nn
+
+__all__ = ["ATTENTIONS", "FEED_FORWARD", "SIBLINGS", "attends_to_codes", "feeds_forward", "sibling_names"]
 
 SIBLINGS = (
     ("query", "key", "value"),  # BERT, RoBERTa, ViT
@@ -21,6 +23,13 @@ FEED_FORWARD = (
     *("gate_proj", "up_proj", "w1", "w3", "wi", "wi_0", "wi_1"),  # Llama, Mixtral, T5
 )
 """Last parts of the names of layers whose output goes through an activation, or gates one, to the next layer."""
+
+ATTENTIONS = (
+    *("BertSelfAttention", "RobertaSelfAttention", "XLMRobertaSelfAttention", "CamembertSelfAttention"),
+    *("ElectraSelfAttention", "ErnieSelfAttention", "DistilBertSelfAttention", "LayoutLMSelfAttention"),
+    *("ViTAttention", "DeiTAttention", "Dinov2Attention", "SiglipAttention", "CLIPAttention"),
+)
+"""Classes that hand query, key and value to core attention as the layers give them: no rotary positions, no cache."""
 
 _CROSS_ATTENTION = ("crossattention", "cross_attn", "encoder_attn", "EncDecAttention")
 
@@ -44,3 +53,9 @@ def feeds_forward(name: str) -> bool:
     True
     """
     return name.endswith(tuple(f".{ending}" for ending in FEED_FORWARD))
+
+
+def attends_to_codes(module: nn.Module) -> bool:
+    """Whether what the projections of ``module`` give is used in core attention only, and as it is."""
+    config = getattr(module, "config", None)
+    return type(module).__name__ in ATTENTIONS and not getattr(config, "is_decoder", False)

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from hf_comera.compress.siblings import feeds_forward, sibling_names
+from hf_comera.compress.siblings import attends_to_codes, feeds_forward, sibling_names
 from hf_comera.modules import TTLinear
 from hf_comera.modules.halves_bank import HalvesBank
 from hf_comera.modules.joined import JoinedProjections
@@ -23,10 +23,11 @@ def wire(model: nn.Module) -> None:
             layers = [getattr(module, child, None) for child in names]
             trains = [layer for layer in layers if isinstance(layer, TTLinear)]
             if len(trains) == len(layers):
-                _join(trains)
+                _join(trains).attention = module.config if attends_to_codes(module) and len(layers) == 3 else None
 
 
-def _join(layers: list[TTLinear]) -> None:
+def _join(layers: list[TTLinear]) -> JoinedProjections:
     group = JoinedProjections()
     for place, layer in enumerate(layers):
         layer.join(group, place)
+    return group

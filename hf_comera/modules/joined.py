@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_comera.modules.stamp import can_keep
+from hf_comera.ops.halves import padded_rank
 from hf_comera.ops.tt_linear import to_code
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class JoinedProjections:
         self.num_joined = 0
         """Codes that were made with that of a sibling, in all."""
         self.enabled = True
+        self.attention: Any = None
+        """The config of the model's attention, if it takes all three codes, and takes them as they are; else None."""
 
     @property
     def num_waiting(self) -> int:
@@ -73,6 +77,22 @@ class JoinedProjections:
         self.num_joined += len(siblings)
         return codes[0]
 
+    def num_code_heads(self) -> int | None:
+        """Heads of attention over the codes of all members; None if it is not to be had, or codes are wide.
+
+        The answer is the same for all members, since attention takes codes of all of them or of none.
+        """
+        if self.attention is None or self.attention._attn_implementation != "sdpa":
+            return None
+        members = [member() for member in self._members.values()]
+        heads: int = self.attention.num_attention_heads
+        for member in members:
+            if member is None or member.is_removed or member._forward_hooks or member.out_features % heads:
+                return None
+            if padded_rank(member.middle_rank + (member.bias is not None)) * heads > member.out_features:
+                return None
+        return heads
+
     def reset(self) -> None:
         """Let go of waiting codes; stop joining if some were made in vain."""
         self.enabled = self.enabled and self.num_wasted + self.num_waiting == 0
@@ -95,10 +115,11 @@ class JoinedProjections:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JoinedProjections:
         memo[id(self)] = copied = JoinedProjections()
+        copied.attention = copy.deepcopy(self.attention, memo)
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return JoinedProjections, ()
+        return JoinedProjections, (), {"attention": self.attention}
 
 
 def _origin(x: Tensor) -> _Origin | None:

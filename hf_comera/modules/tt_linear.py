@@ -1,7 +1,6 @@
 """``TTLinear``: a drop-in for ``nn.Linear`` (and GPT-2's ``Conv1D``) whose weight is a tensor train."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,9 +9,12 @@ from torch import Tensor, nn
 from hf_comera.modules.base import TensorTrainModule, removed_output
 from hf_comera.modules.halves_bank import HalvesBank
 from hf_comera.modules.joined import JoinedProjections
+from hf_comera.modules.planned_path import planned_path
 from hf_comera.modules.stamp import can_keep
-from hf_comera.modules.wide_hidden import WideHidden, pays
-from hf_comera.ops.halves import layer_halves, padded_rank
+from hf_comera.modules.unwritten import Unwritten, can_stand_in
+from hf_comera.modules.unwritten_heads import UnwrittenHeads
+from hf_comera.modules.wide_hidden import WideHidden, is_wide_enough, pays
+from hf_comera.ops.halves import layer_halves
 from hf_comera.ops.kernel_switch import kernels_are_wanted
 from hf_comera.ops.low_rank_linear import low_rank_linear
 from hf_comera.ops.path_linear import dense_linear, path_linear
@@ -22,14 +24,10 @@ from hf_comera.ops.tt_linear import activate, bias_as_rank, from_code, to_code
 from hf_comera.tt.contraction import apply_parts, build_parts
 from hf_comera.tt.cores import contract_left, contract_right, core_shapes, draw_cores
 from hf_comera.tt.decomposition import tt_svd
-from hf_comera.tt.machine import CPU_THREAD, H200
-from hf_comera.tt.path import ContractionPath, candidate_paths, plan_path
+from hf_comera.tt.path import ContractionPath
 from hf_comera.tt.shapes import check_factors, factorize, useful_ranks
 
 __all__ = ["TTLinear"]
-
-# The two-sided path shares its halves with all layers, and its codes with siblings: another must save more than that.
-WORTH_ANOTHER_PATH = 0.8
 
 
 class TTLinear(TensorTrainModule):
@@ -122,28 +120,41 @@ class TTLinear(TensorTrainModule):
             )
         if self.is_removed:
             return removed_output(x, self.out_features, self.bias)
-        if not isinstance(x, WideHidden) and (path := self._other_path(x)) is not None:
+        if not isinstance(x, Unwritten) and (path := self._other_path(x)) is not None:
             return self._along(path, x)
         left, right = self._halves(autocast_dtype(x))
-        if isinstance(x, WideHidden) and not x.stays_unwritten(left):
+        if isinstance(x, Unwritten) and not x.stays_unwritten(left):
             x = x.real()
         is_wide = self.is_wide and not self._forward_hooks and pays(x, left, self.out_features)
         if self._in_one_call(x) and not is_wide:
             with without_autocast(x):
                 return low_rank_linear(x.to(left.dtype), left, right, self.bias, self.rank_activation)
-        if isinstance(x, WideHidden):
+        if isinstance(x, Unwritten):
             code = x.code(left)
         else:
             code = to_code(x, left) if self.joined is None else self.joined.code(self, x, left)
-        code = activate(code, self.rank_activation)
-        code, right, bias = bias_as_rank(code, right, self.bias, self.ranks[len(self.in_factors) - 1])
+        code, heads = activate(code, self.rank_activation), self._code_heads(x)
+        code, right, bias = bias_as_rank(code, right, self.bias, self.middle_rank, always=heads is not None)
+        if heads is not None:
+            return UnwrittenHeads.of(code, right, heads)
         if is_wide:
             return WideHidden.of(code, right, bias)
         return from_code(code, right, bias)
 
     def _in_one_call(self, x: Tensor) -> bool:
         """Whether both products are one call of a kernel: for a plain tensor on a GPU, of no concern to siblings."""
-        return x.is_cuda and not isinstance(x, WideHidden) and self.joined is None and kernels_are_wanted()
+        return x.is_cuda and not isinstance(x, Unwritten) and self.joined is None and kernels_are_wanted()
+
+    def _code_heads(self, x: Tensor) -> int | None:
+        """Heads of the attention that takes the code as it is; None if there is none, or the output is small."""
+        if self.joined is None or x.ndim != 3 or x.device.type != "cpu" or not can_stand_in(x):
+            return None
+        return self.joined.num_code_heads() if is_wide_enough(x.shape[0] * x.shape[1], self.out_features) else None
+
+    @property
+    def middle_rank(self) -> int:
+        """Numbers of the code, without padding."""
+        return self.ranks[len(self.in_factors) - 1]
 
     def path(self, rows: int, dtype: torch.dtype, *, training: bool) -> ContractionPath:
         """The contraction path that the layer takes for ``rows`` rows of input, once ranks are rounded up.
@@ -151,7 +162,7 @@ class TTLinear(TensorTrainModule):
         It is planned for assumed speeds of a device, so that it is the same in every process and after a restart.
         """
         sizes = (self.in_factors, self.out_factors, self.in_features, self.out_features)
-        best, two_sided = _planned(sizes, self.ranks, max(1, rows), dtype, self.core_0.is_cuda, training=training)
+        best, two_sided = planned_path(sizes, self.ranks, max(1, rows), dtype, self.core_0.is_cuda, training=training)
         return two_sided if self.rank_activation is not None else best
 
     def _other_path(self, x: Tensor) -> ContractionPath | None:
@@ -262,32 +273,3 @@ class TTLinear(TensorTrainModule):
             f"{self.in_features}, {self.out_features}, in_factors={self.in_factors}, out_factors={self.out_factors}, "
             f"ranks={self.ranks}, bias={self.bias is not None}{activation}"
         )
-
-
-@lru_cache(maxsize=4096)
-def _planned(
-    sizes: tuple[Any, ...],
-    ranks: tuple[int, ...],
-    rows: int,
-    dtype: torch.dtype,
-    on_gpu: bool,
-    *,
-    training: bool,
-) -> tuple[ContractionPath, ContractionPath]:
-    """The path to take, and the two-sided one, which is taken where another would hardly be sooner."""
-    in_factors, out_factors, in_features, out_features = sizes
-    middle = len(in_factors) - 1
-    best = plan_path(
-        in_factors,
-        out_factors,
-        (*ranks[:middle], padded_rank(ranks[middle]), *ranks[middle + 1 :]),
-        rows,
-        training=training,
-        halves_cached=True,
-        machine=H200 if on_gpu else CPU_THREAD,
-        dtype=dtype,
-        in_features=in_features,
-        out_features=out_features,
-    )
-    two_sided = next(path for path in candidate_paths(best.problem) if path.kind == "two-sided")
-    return (best if best.seconds < WORTH_ANOTHER_PATH * two_sided.seconds else two_sided), two_sided

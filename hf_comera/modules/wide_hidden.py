@@ -1,24 +1,22 @@
 """A stand-in for the hidden layer of a feed-forward block, which the layer behind it takes in without writing it out.
 
-The first layer of a block returns its code in the guise of its output. Entry-by-entry functions of it, such as an
-activation, a gate or dropout, are written down; the second layer then carries them out a few rows at a time
-(``ops/wide_code.py``). Whatever else is done with the stand-in is done with the real hidden layer, made on the spot,
-so no model has to know of it.
+Entry-by-entry functions of it, such as an activation, a gate or dropout, are written down; the second layer then
+carries them out a few rows at a time (``ops/wide_code.py``).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from hf_comera.modules.lazy_weight import FREE_QUESTIONS
+from hf_comera.modules.unwritten import Unwritten, can_stand_in
 from hf_comera.modules.wide_expression import Call, Leaf, Pointwise, form_of, keep, structure
 from hf_comera.ops.gradients import gradients_of
 from hf_comera.ops.tt_linear import from_code
@@ -27,7 +25,6 @@ from hf_comera.ops.wide_input import WideForm, WideInput
 
 __all__ = ["WideHidden", "is_wide_enough", "pays"]
 
-_FREE = FREE_QUESTIONS | {Tensor.requires_grad.__get__}
 _POINTWISE_NAMES = (
     *("add", "sub", "mul", "div", "neg", "square", "pow", "exp", "tanh", "sigmoid", "erf", "relu", "clamp"),
     *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__neg__", "__pow__"),
@@ -44,16 +41,10 @@ def pays(x: Tensor, left: Tensor, out_features: int) -> bool:
     """Whether a hidden layer of ``out_features`` for the rows of ``x`` is worth a stand-in.
 
     It is where the hidden layer does not fit into a processor's cache; on a GPU, where besides kernels are switched on
-    that take a layer with such a ``left`` half. Tensors that a transform or a tracer follows stay tensors.
+    that take a layer with such a ``left`` half.
     """
-    if (
-        not is_wide_enough(x.numel() // max(1, x.shape[-1]), out_features)
-        or not (x.device.type == "cpu" or takes_kernels_like(left))
-        or torch.compiler.is_compiling()
-        or torch._C._get_tracing_state()
-    ):
-        return False
-    return type(x) in (Tensor, torch.nn.Parameter, FakeTensor) and not torch._C._are_functorch_transforms_active()
+    wide = is_wide_enough(x.numel() // max(1, x.shape[-1]), out_features)
+    return wide and (x.device.type == "cpu" or takes_kernels_like(left)) and can_stand_in(x)
 
 
 def is_wide_enough(rows: int, out_features: int) -> bool:
@@ -89,27 +80,21 @@ class _Hidden:
         return [tensor for part in self.inputs.values() for tensor in part]
 
 
-class WideHidden(Tensor):
-    """Tensor without storage that knows how its entries are computed from codes.
-
-    A hook registered on it has an effect only before something is computed with it.
+class WideHidden(Unwritten):
+    """The hidden layer as an expression of codes.
 
     Shape:
         ``(..., hidden features)``.
     """
 
     _hidden: _Hidden
-    _real: Tensor | None
 
     @staticmethod
     def __new__(cls, hidden: _Hidden) -> WideHidden:
         """Make the stand-in for ``hidden``, without a gradient; :meth:`of` links one to the codes."""
-        stand_in = Tensor._make_wrapper_subclass(cls, hidden.shape, dtype=hidden.dtype, device=hidden.device)
-        stand_in._hidden, stand_in._real = hidden, None
+        stand_in: WideHidden = cls._empty(hidden.shape, hidden.dtype, hidden.device)
+        stand_in._hidden = hidden
         return stand_in
-
-    def __repr__(self, **kwargs: Any) -> str:
-        return f"WideHidden(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     def of(cls, code: Tensor, right: Tensor, bias: Tensor | None) -> WideHidden:
@@ -122,50 +107,27 @@ class WideHidden(Tensor):
         return _stand_in(_Hidden(leaf, {leaf: part}, {}, (*code.shape[:-1], right.shape[-1])))
 
     def stays_unwritten(self, left: Tensor) -> bool:
-        """Whether a layer with this ``left`` half gains from :meth:`code`.
-
-        It does not if somebody has made the hidden layer already, nor on a GPU, if no kernel does all of it.
-        """
-        if self._real is not None or self._hidden.device.type == "cpu":
-            return self._real is None
-        return takes_kernel(*self._hidden.operands(left), left)
+        """Besides, on a GPU, whether a kernel does all of it."""
+        on_cpu = self._hidden.device.type == "cpu"
+        return super().stays_unwritten(left) and (on_cpu or takes_kernel(*self._hidden.operands(left), left))
 
     def code(self, left: Tensor) -> Tensor:
-        """``self @ left.T``, without writing the hidden layer out.
-
-        Shape:
-            ``left`` ``(R, hidden features)`` -> ``(..., R)``, in the dtype of ``left``.
-        """
+        """``self @ left.T``, a few rows of ``self`` at a time."""
         inputs, form, masks = self._hidden.operands(left)
         code = wide_code(inputs, self._hidden.pointwise, masks, left, form)
         return code.view(*self._hidden.shape[:-1], left.shape[0])
 
-    def real(self) -> Tensor:
-        """The hidden layer itself, made once, with a gradient if the stand-in has one."""
-        if self._real is None:
-            with torch.set_grad_enabled(self.requires_grad):
-                wides = [from_code(*part) for part in self._hidden.inputs.values()]
-                whole = self._hidden.pointwise(wides, list(self._hidden.masks.values()))
-                self._real = whole.view(self._hidden.shape)
-        return self._real
+    def _made(self) -> Tensor:
+        wides = [from_code(*part) for part in self._hidden.inputs.values()]
+        return self._hidden.pointwise(wides, list(self._hidden.masks.values())).view(self._hidden.shape)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer questions, write entry-by-entry functions down, hand anything else the real tensor."""
-        kwargs = kwargs or {}
-        if func in _FREE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+    def _written_down(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _POINTWISE and _can_be_written_down(args, kwargs):
             return _write_down(func, args, kwargs)
         if func is functional.dropout and _can_be_written_down(args, kwargs):
             return _dropout(*args, **kwargs)
-        return func(*tree_map(_real, args), **tree_map(_real, kwargs))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Reached from below autograd (custom functions): compute with the real tensor."""
-        return func(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
+        return NotImplemented
 
 
 class _Link(torch.autograd.Function):
@@ -247,10 +209,6 @@ def _known_activations() -> dict[Any, str]:
 def _gelu_of_gpt2(x: Tensor) -> Tensor:
     """As Transformers writes ``gelu_new``."""
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
-
-
-def _real(value: Any) -> Any:
-    return value.real() if isinstance(value, WideHidden) else value
 
 
 def _expression(value: Any) -> Any:

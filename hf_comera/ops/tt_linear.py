@@ -13,9 +13,9 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, one_hot
+from torch.nn.functional import linear, one_hot, pad
 
-from hf_comera.ops.halves import layer_halves
+from hf_comera.ops.halves import RANK_MULTIPLE, layer_halves
 from hf_comera.ops.precision import autocast_input, without_autocast
 from hf_comera.ops.rank_activation import RANK_ACTIVATIONS, check_rank_activation
 
@@ -103,7 +103,9 @@ def from_code(code: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor
     return y_TO.view(*code.shape[:-1], right.shape[-1])
 
 
-def bias_as_rank(code: Tensor, right: Tensor, bias: Tensor | None, rank: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def bias_as_rank(
+    code: Tensor, right: Tensor, bias: Tensor | None, rank: int, *, always: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """What :func:`from_code` is to be given, with the bias in a rank that padding left empty, if that is faster.
 
     The code gets a column of ones and ``right`` the bias as a row, so that one product does what otherwise takes a
@@ -114,17 +116,22 @@ def bias_as_rank(code: Tensor, right: Tensor, bias: Tensor | None, rank: int) ->
         right: Half behind it; its rows from ``rank`` on are zeros, as are the columns of the code.
         bias: ``(out_features,)`` or None.
         rank: Middle rank of the layer without padding.
+        always: Whether to do it in any case, with more padding if need be.
 
     Shape:
-        ``code`` ``(..., R)``, ``right`` ``(R, O)`` -> the same.
+        ``code`` ``(..., R)``, ``right`` ``(R, O)`` -> the same, or R more by :data:`RANK_MULTIPLE` where there was
+        none to spare.
 
     Returns:
         Code, right half and bias; as they were on a GPU, whose products add a bias for nothing, for small outputs,
         without a bias, and where no rank is to spare.
     """
-    worth = code.device.type == "cpu" and code.numel() // code.shape[-1] * right.shape[1] >= WORTH_A_RANK
-    if bias is None or rank >= right.shape[0] or torch.compiler.is_compiling() or not worth:
+    on_cpu, entries = code.device.type == "cpu", code.numel() // code.shape[-1] * right.shape[1]
+    worth = on_cpu and rank < right.shape[0] and entries >= WORTH_A_RANK and not torch.compiler.is_compiling()
+    if bias is None or not (worth or always):
         return code, right, bias
+    if rank == right.shape[0]:
+        code, right = pad(code, (0, RANK_MULTIPLE)), pad(right, (0, 0, 0, RANK_MULTIPLE))
     place = _unit_vector(rank, right.shape[0], right.dtype)
     with without_autocast(code):
         return code + place, torch.addr(right, place, bias.to(right.dtype)), None

@@ -80,6 +80,7 @@ USES = {
     "power": lambda hidden: 2.0**hidden,
     "cast": lambda hidden: hidden.float().double(),
     "checkpointed": lambda hidden: checkpoint(functional.silu, hidden, use_reentrant=False),
+    "checkpointed and made real there": lambda hidden: checkpoint(torch.sin, hidden, use_reentrant=False),
 }
 
 
