@@ -14,10 +14,11 @@ from hf_comera.tt.machine import Machine
 from hf_comera.tt.path import ContractionPath, candidate_paths
 from hf_comera.tt.products import Cost, Product, predicted_seconds, total_cost
 
-__all__ = ["IN_A_KERNEL", "FamilyCost", "embedding_cost", "linear_cost"]
+__all__ = ["AS_CODES", "IN_A_KERNEL", "FamilyCost", "embedding_cost", "linear_cost"]
 
 REMOVED = "removed"
 IN_A_KERNEL = "hidden in a kernel"
+AS_CODES = "attends as codes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +100,14 @@ def _together(layer: TTLinear, rows: int, dtype: torch.dtype) -> str:
 
 
 def _unwritten(layer: TTLinear, rows: int, dtype: torch.dtype) -> str:
-    """How the output is not written, if the layer is the first of a feed-forward block."""
-    if not layer.is_wide or not is_wide_enough(rows, layer.out_features):
+    """How the output is not written, if the layer is the first of a feed-forward block, or feeds attention."""
+    core, rank = layer.cores()[0], padded_rank(layer.middle_rank)
+    if not is_wide_enough(rows, layer.out_features):
         return ""
-    core, rank = layer.cores()[0], padded_rank(layer.ranks[len(layer.in_factors) - 1])
+    if layer.joined is not None and layer.joined.num_code_heads is not None:
+        return AS_CODES if core.device.type in ("cpu", "meta") else ""
+    if not layer.is_wide:
+        return ""
     if takes_kernels_like(core.new_empty(rank, 0, dtype=dtype)):
         return IN_A_KERNEL
     return "hidden in chunks" if core.device.type in ("cpu", "meta") else ""

@@ -1,12 +1,13 @@
 """Notes on what keeps a compressed model from being fast here, each with the reason and what to do."""
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
-from hf_comera.compress.family_costs import IN_A_KERNEL, FamilyCost
+from hf_comera.compress.family_costs import AS_CODES, IN_A_KERNEL, FamilyCost
 from hf_comera.compress.kernel_notes import kernel_notes
 from hf_comera.modules import TiedHead, TTLinear
 from hf_comera.ops.wide_code_kernels import MAX_RANK, WIDE_ACTIVATIONS
@@ -26,6 +27,7 @@ def speed_notes(
         *kernel_notes(model, device, dtype),
         *_about_the_dtype(device, dtype, machine),
         *_about_hidden_layers(rows),
+        *_about_siblings(model, rows, device),
         *_about_the_model(model, rows),
     )
 
@@ -72,16 +74,28 @@ def _about_the_model(model: nn.Module, rows: Sequence[FamilyCost]) -> Iterator[s
     if forbidden:
         paths = "; ".join(f"{row.label} ({row.forbidden_path})" for row in forbidden)
         yield f"A path that would be faster is forbidden by the rank activation, which needs the code: {paths}."
-    groups = {id(module.joined): module.joined for module in model.modules() if isinstance(module, TTLinear)}
-    off = [group for group in groups.values() if group is not None and not group.enabled]
+    heads = [name for name, module in model.named_modules() if isinstance(module, TiedHead)]
+    if heads:
+        yield f"Not in the table: {', '.join(heads)}, which multiplies with the table of the embedding."
+
+
+def _about_siblings(model: nn.Module, rows: Sequence[FamilyCost], device: torch.device) -> Iterator[str]:
+    joined = (getattr(module, "joined", None) for module in model.modules() if isinstance(module, TTLinear))
+    groups = list(dict.fromkeys(group for group in joined if group is not None))
+    off = [group for group in groups if not group.enabled]
     if off:
         yield (
             f"{len(off)} groups of siblings are no longer joined: they were called with different inputs, so codes "
             "made for all of them were made in vain."
         )
-    heads = [name for name, module in model.named_modules() if isinstance(module, TiedHead)]
-    if heads:
-        yield f"Not in the table: {', '.join(heads)}, which multiplies with the table of the embedding."
+    if any(AS_CODES in row.extra for row in rows):
+        yield f"Outputs of layers marked {AS_CODES!r} are never written: they take less than the table counts."
+    attentions = [group for group in groups if group.num_members == len(("query", "key", "value"))]
+    refusals = Counter(filter(None, (group.code_refusal() for group in attentions)))
+    for refusal, count in refusals.items():
+        yield f"{count} of {len(attentions)} attention layers do not attend to codes: {refusal}."
+    if attentions and not refusals and device.type == "cuda":
+        yield "Attention takes codes on a CPU only: on a GPU that has not been measured."
 
 
 def _about_hidden_layers(rows: Sequence[FamilyCost]) -> Iterator[str]:

@@ -48,6 +48,11 @@ class JoinedProjections:
         pending = self._pending
         return 0 if pending is None else len(pending[1])
 
+    @property
+    def num_members(self) -> int:
+        """Siblings, the first included."""
+        return len(self._members)
+
     def add(self, layer: TTLinear, place: int) -> None:
         """Make ``layer`` the sibling at ``place``, unless there is one."""
         present = self._members.get(place)
@@ -77,21 +82,28 @@ class JoinedProjections:
         self.num_joined += len(siblings)
         return codes[0]
 
+    @property
     def num_code_heads(self) -> int | None:
-        """Heads of attention over the codes of all members; None if it is not to be had, or codes are wide.
+        """Heads of the attention that takes codes in place of all outputs; None if it takes none."""
+        return None if self.code_refusal() else int(self.attention.num_attention_heads)
 
-        The answer is the same for all members, since attention takes codes of all of them or of none.
-        """
-        if self.attention is None or self.attention._attn_implementation != "sdpa":
-            return None
+    def code_refusal(self) -> str | None:
+        """Why attention takes the outputs of the members and not their codes; None if it takes codes."""
+        if self.attention is None:
+            return "it is not of a class that is known to take query, key and value as they are"
+        if self.attention._attn_implementation != "sdpa":
+            return f"its implementation is {self.attention._attn_implementation!r}: set_attn_implementation('sdpa')"
         members = [member() for member in self._members.values()]
-        heads: int = self.attention.num_attention_heads
         for member in members:
-            if member is None or member.is_removed or member._forward_hooks or member.out_features % heads:
-                return None
-            if padded_rank(member.middle_rank + (member.bias is not None)) * heads > member.out_features:
-                return None
-        return heads
+            if member is None or member.is_removed:
+                return "a layer has no ranks left"
+            if member._forward_hooks:
+                return "a hook watches the output of a layer"
+            size, left_over = divmod(member.out_features, self.attention.num_attention_heads)
+            needed = padded_rank(member.middle_rank + (member.bias is not None))
+            if left_over or needed > size:
+                return f"a code with its bias has {needed} numbers and a head {size}: the rank would have to be lower"
+        return None
 
     def reset(self) -> None:
         """Let go of waiting codes; stop joining if some were made in vain."""

@@ -149,7 +149,7 @@ class TTLinear(TensorTrainModule):
         """Heads of the attention that takes the code as it is; None if there is none, or the output is small."""
         if self.joined is None or x.ndim != 3 or x.device.type != "cpu" or not can_stand_in(x):
             return None
-        return self.joined.num_code_heads() if is_wide_enough(x.shape[0] * x.shape[1], self.out_features) else None
+        return self.joined.num_code_heads if is_wide_enough(x.shape[0] * x.shape[1], self.out_features) else None
 
     @property
     def middle_rank(self) -> int:

@@ -174,11 +174,27 @@ def test_what_layers_do_together_is_told(monkeypatch):
     assert wide["intermediate.dense"] == "hidden in chunks"
     llama = {row.label: row.extra for row in explain(compressed("llama-tied"), 2, 9, machine=CPU_THREAD).rows}
     assert llama["mlp.gate_proj, mlp.up_proj"] == "joined, hidden in chunks"
-    assert "two-sided, joined" in " ".join(str(explain(model, 2, 9, machine=CPU_THREAD)).split())
+    assert wide["self.query, self.key, self.value"] == "joined, attends as codes"
+    assert llama["self_attn.q_proj"] == llama["self_attn.k_proj, self_attn.v_proj"] == "joined"
+    assert "layers marked 'attends as codes' are never written" in notes(model)
     query = model.get_submodule("bert.encoder.layer.0.attention.self.query")
     query.joined.num_wasted = 1
     model.eval()
     assert "1 groups of siblings are no longer joined" in notes(model)
+
+
+def test_why_attention_does_not_take_codes_is_told():
+    assert "attend to codes" not in notes(compressed("bert-mlm"))
+    assert "2 of 2 attention layers do not attend to codes: it is not of a class" in notes(compressed("llama-tied"))
+    model = compressed("bert-mlm")
+    model.set_attn_implementation("eager")
+    assert "do not attend to codes: its implementation is 'eager': set_attn" in notes(model)
+    model = compressed("vit")
+    hook = model.get_submodule("vit.layers.0.attention.q_proj").register_forward_hook(print)
+    assert "1 of 2 attention layers do not attend to codes: a hook watches" in notes(model)
+    hook.remove()
+    model = compressed("roberta", rank=12)
+    assert "a code with its bias has 16 numbers and a head 12: the rank would have to be lower" in notes(model)
 
 
 def test_hidden_layers_that_kernels_take_are_told(monkeypatch):
