@@ -9,11 +9,9 @@ Source: CoMERA, arXiv:2405.14377, section on contraction paths: two-sided contra
 
 # Shapes here: I = in features, O = out features, R = rank of the code, T = tokens.
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, one_hot, pad
+from torch.nn.functional import linear, pad
 
 from hf_comera.ops.halves import RANK_MULTIPLE, layer_halves
 from hf_comera.ops.precision import autocast_input, without_autocast
@@ -132,12 +130,6 @@ def bias_as_rank(
         return code, right, bias
     if rank == right.shape[0]:
         code, right = pad(code, (0, RANK_MULTIPLE)), pad(right, (0, 0, 0, RANK_MULTIPLE))
-    place = _unit_vector(rank, right.shape[0], right.dtype)
+    place = pad(right.new_ones(1), (rank, right.shape[0] - rank - 1))
     with without_autocast(code):
         return code + place, torch.addr(right, place, bias.to(right.dtype)), None
-
-
-@lru_cache
-def _unit_vector(place: int, size: int, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):
-        return one_hot(torch.tensor(place), size).to(dtype)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from hf_comera.ops import tt_linear
@@ -230,6 +231,12 @@ def test_bias_as_rank_with_frozen_parts_autocast_and_inference():
     assert y.dtype == torch.bfloat16
     assert (y - expected).norm() <= 0.02 * expected.norm()
     torch.testing.assert_close(torch.autograd.grad(y.sum(), bias)[0], torch.full((64,), float(ROWS)))
+
+
+def test_bias_as_rank_of_fake_tensors_leaves_nothing_behind():
+    with FakeTensorMode():
+        assert product_with_padding(torch.empty(ROWS, 5), torch.empty(5, 64), torch.empty(64)).shape == (ROWS, 64)
+    assert type(product_with_padding(torch.randn(ROWS, 5), torch.randn(5, 64), torch.randn(64))) is torch.Tensor
 
 
 def test_bias_as_rank_spares_passes_over_the_output():
