@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_comera.modules import TTLinear, TTMEmbedding
+from hf_comera.modules.unwritten_heads import is_worth_codes
 from hf_comera.modules.wide_hidden import is_wide_enough
 from hf_comera.ops.halves import padded_rank
 from hf_comera.ops.ttm_tables import half_tables
@@ -102,15 +103,14 @@ def _together(layer: TTLinear, rows: int, dtype: torch.dtype) -> str:
 def _unwritten(layer: TTLinear, rows: int, dtype: torch.dtype) -> str:
     """How the output is not written, if the layer is the first of a feed-forward block, or feeds attention."""
     core, rank = layer.cores()[0], padded_rank(layer.middle_rank)
-    if not is_wide_enough(rows, layer.out_features):
-        return ""
+    on_cpu = core.device.type in ("cpu", "meta")
     if layer.joined is not None and layer.joined.num_code_heads is not None:
-        return AS_CODES if core.device.type in ("cpu", "meta") else ""
-    if not layer.is_wide:
+        return AS_CODES if on_cpu and is_worth_codes(rows, layer.out_features) else ""
+    if not layer.is_wide or not is_wide_enough(rows, layer.out_features):
         return ""
     if takes_kernels_like(core.new_empty(rank, 0, dtype=dtype)):
         return IN_A_KERNEL
-    return "hidden in chunks" if core.device.type in ("cpu", "meta") else ""
+    return "hidden in chunks" if on_cpu else ""
 
 
 def _paths(

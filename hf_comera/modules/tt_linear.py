@@ -12,8 +12,8 @@ from hf_comera.modules.joined import JoinedProjections
 from hf_comera.modules.planned_path import planned_path
 from hf_comera.modules.stamp import can_keep
 from hf_comera.modules.unwritten import Unwritten, can_stand_in
-from hf_comera.modules.unwritten_heads import UnwrittenHeads
-from hf_comera.modules.wide_hidden import WideHidden, is_wide_enough, pays
+from hf_comera.modules.unwritten_heads import UnwrittenHeads, is_worth_codes
+from hf_comera.modules.wide_hidden import WideHidden, pays
 from hf_comera.ops.halves import layer_halves
 from hf_comera.ops.kernel_switch import kernels_are_wanted
 from hf_comera.ops.low_rank_linear import low_rank_linear
@@ -149,7 +149,7 @@ class TTLinear(TensorTrainModule):
         """Heads of the attention that takes the code as it is; None if there is none, or the output is small."""
         if self.joined is None or x.ndim != 3 or x.device.type != "cpu" or not can_stand_in(x):
             return None
-        return self.joined.num_code_heads if is_wide_enough(x.shape[0] * x.shape[1], self.out_features) else None
+        return self.joined.num_code_heads if is_worth_codes(x.shape[0] * x.shape[1], self.out_features) else None
 
     @property
     def middle_rank(self) -> int:

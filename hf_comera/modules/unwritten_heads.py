@@ -26,7 +26,10 @@ from hf_comera.ops.code_attention import (
 from hf_comera.ops.gradients import gradients_of
 from hf_comera.ops.tt_linear import from_code
 
-__all__ = ["UnwrittenHeads"]
+__all__ = ["UnwrittenHeads", "is_worth_codes"]
+
+# Entries of a projection from which on attention over codes has been faster on a CPU; below, stand-ins cost more.
+WORTH_CODES = 1 << 18
 
 _Recipe = HeadProjection | CodeAttention
 
@@ -34,6 +37,11 @@ _RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape}
 _TRANSPOSES = {Tensor.transpose, torch.transpose}
 _FLAT, _BY_TOKEN, _BY_HEAD = "flat", "by token", "by head"
 """``(B, T, H * D)``, ``(B, T, H, D)`` and ``(B, H, T, D)``."""
+
+
+def is_worth_codes(rows: int, out_features: int) -> bool:
+    """Whether attention over codes is faster for ``rows`` rows of projections of ``out_features``."""
+    return rows * out_features >= WORTH_CODES
 
 
 class UnwrittenHeads(Unwritten):

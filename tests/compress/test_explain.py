@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_comera import ComeraConfig, explain, get_comera_model
 from hf_comera.compress.explain import WIDTH
-from hf_comera.modules import TTLinear, TTMEmbedding, wide_hidden
+from hf_comera.modules import TTLinear, TTMEmbedding, unwritten_heads, wide_hidden
 from hf_comera.ops import kernel_switch
 from hf_comera.tt.machine import CPU_THREAD, H200
 from tests.architectures import ARCHITECTURES
@@ -170,6 +170,7 @@ def test_what_layers_do_together_is_told(monkeypatch):
     assert paths["self.query, self.key, self.value"] == "joined"
     assert paths["intermediate.dense"] == ""
     monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1)
+    monkeypatch.setattr(unwritten_heads, "WORTH_CODES", 1)
     wide = {row.label: row.extra for row in explain(model, 2, 9, machine=CPU_THREAD).rows}
     assert wide["intermediate.dense"] == "hidden in chunks"
     llama = {row.label: row.extra for row in explain(compressed("llama-tied"), 2, 9, machine=CPU_THREAD).rows}

@@ -7,7 +7,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_comera import ComeraConfig, get_comera_model
 from hf_comera.compress.siblings import ATTENTIONS
-from hf_comera.modules import TTLinear, wide_hidden
+from hf_comera.modules import TTLinear, unwritten_heads
 from hf_comera.modules.unwritten_heads import UnwrittenHeads
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
@@ -57,7 +57,7 @@ def results(model, inputs):
 def models(monkeypatch):
     """Makes a model whose layers are large enough, as it were; its gradients are in float64."""
     monkeypatch.setattr(TTLinear, "_other_path", lambda self, x: None)
-    monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1)
+    monkeypatch.setattr(unwritten_heads, "WORTH_CODES", 1)
 
     def model_of(model_type, sizes, **settings):
         torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_comera.modules import TTLinear, halves_bank, wide_hidden
+from hf_comera.modules import TTLinear, halves_bank, unwritten_heads, wide_hidden
 from hf_comera.modules.wide_hidden import WideHidden
 from hf_comera.ops import wide_code
 
@@ -25,6 +25,7 @@ def builds(monkeypatch):
 def small_chunks(monkeypatch):
     monkeypatch.setattr(TTLinear, "_other_path", lambda self, x: None)  # so small a layer would be dense
     monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1)
+    monkeypatch.setattr(unwritten_heads, "WORTH_CODES", 1)
     monkeypatch.setattr(wide_code, "CHUNK_ENTRIES", 60)
 
 
