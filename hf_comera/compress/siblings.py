@@ -57,5 +57,6 @@ def feeds_forward(name: str) -> bool:
 
 def attends_to_codes(module: nn.Module) -> bool:
     """Whether what the projections of ``module`` give is used in core attention only, and as it is."""
-    config = getattr(module, "config", None)
-    return type(module).__name__ in ATTENTIONS and not getattr(config, "is_decoder", False)
+    config, kind = getattr(module, "config", None), type(module)
+    is_known = kind.__name__ in ATTENTIONS and kind.__module__.startswith("transformers.models.")
+    return is_known and hasattr(config, "num_attention_heads") and not getattr(config, "is_decoder", False)

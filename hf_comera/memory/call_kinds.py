@@ -12,6 +12,7 @@ from torch.nn import functional
 from hf_comera.modules.lazy_weight import FREE_QUESTIONS
 
 __all__ = [
+    "QUESTIONS",
     "UNRECORDED",
     "apply_mask",
     "autocasts",
@@ -54,7 +55,8 @@ _VIEWS = {
     *_all("view view_as transpose permute unsqueeze squeeze expand expand_as chunk split unbind narrow select"),
     *_all("detach t unflatten swapaxes movedim __getitem__"),
 }
-UNRECORDED = FREE_QUESTIONS | _VIEWS | {Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.T.__get__}
+QUESTIONS = FREE_QUESTIONS | {Tensor.requires_grad.__get__, Tensor.grad_fn.__get__}
+UNRECORDED = QUESTIONS | _VIEWS | {Tensor.T.__get__}
 """Questions, and views: a view is told from its storage."""
 
 _KINDS: dict[Any, str] = {

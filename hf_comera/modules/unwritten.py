@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
@@ -25,7 +26,7 @@ _FREE = FREE_QUESTIONS | {Tensor.requires_grad.__get__}
 
 def can_stand_in(x: Tensor) -> bool:
     """Whether the output for ``x`` may be a stand-in: tensors that a transform or a tracer follows stay tensors."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or forward_ad._current_level >= 0:
         return False
     return type(x) in (Tensor, torch.nn.Parameter, FakeTensor) and not torch._C._are_functorch_transforms_active()
 
@@ -51,7 +52,19 @@ class Unwritten(Tensor):
 
     def stays_unwritten(self, left: Tensor) -> bool:
         """Whether a layer with this ``left`` half gains from :meth:`code`; not if the real tensor is there already."""
-        return self._real is None
+        return self._real is None and self._is_linked()
+
+    def can_be_written_down(self) -> bool:
+        """Whether functions of it may be: it is not real yet, nor would they get back a gradient it has lost."""
+        return self._real is None and self._is_linked() and (torch.is_grad_enabled() or not self.requires_grad)
+
+    def _is_linked(self) -> bool:
+        """Whether the gradient of the stand-in, if there is one, goes to the codes.
+
+        It goes elsewhere if a custom function returned the stand-in, as reentrant checkpointing does.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.grad_fn is None or self.grad_fn.name() == "_LinkBackward"
 
     def code(self, left: Tensor) -> Tensor:
         """``self @ left.T``, without writing ``self`` out.
@@ -67,7 +80,7 @@ class Unwritten(Tensor):
             # a region that is checkpointed must find the same number of saved tensors when it is run once more
             outside = saved_tensors_hooks(_same, _same) if self._region != _region() else nullcontext()
             with torch.set_grad_enabled(self.requires_grad), outside:
-                self._real = self._made()
+                self._real = self._made() if self._is_linked() else _Relinked.apply(self, self._made().detach())
         return self._real
 
     def _made(self) -> Tensor:
@@ -92,12 +105,30 @@ class Unwritten(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Reached from below autograd (custom functions): compute with the real tensor."""
-        return func(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
+        """Reached from below autograd (scripted functions): compute with the real tensor, without its gradient."""
+        return func(*tree_map(_real_below, args), **tree_map(_real_below, kwargs or {}))
+
+
+class _Relinked(torch.autograd.Function):
+    """Hands the gradient of the real tensor to the stand-in, whose own it is."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: Unwritten, real: Tensor) -> Tensor:
+        return real.view_as(real)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return grads[0], None
 
 
 def _real(value: Any) -> Any:
     return value.real() if isinstance(value, Unwritten) else value
+
+
+def _real_below(value: Any) -> Any:
+    if not isinstance(value, Unwritten):
+        return value
+    return value._made() if value._real is None else value._real
 
 
 def _region() -> Any:

@@ -1,13 +1,13 @@
 """Stand-ins for query, key and value and for what core attention makes of them, none of which is written out.
 
-A projection returns its code in the guise of its output; splitting it into heads is written down, and so is core
-attention of three such. The output layer then carries it out over codes (``ops/code_attention.py``).
+A projection returns its code in the guise of its output; splitting it into heads is written down. Core attention of
+three such is computed over their codes (``ops/code_attention.py``) and gives another, which the output layer takes in.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,22 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from hf_comera.modules.unwritten import Unwritten
-from hf_comera.ops.code_attention import (
-    CodeAttention,
-    HeadProjection,
-    context_heads,
-    context_to_code,
-    core_attention,
-)
+from hf_comera.ops.code_attention import HeadCodes, core_attention, to_output_code, written_out
 from hf_comera.ops.gradients import gradients_of
-from hf_comera.ops.tt_linear import from_code
 
 __all__ = ["UnwrittenHeads", "is_worth_codes"]
 
 # Entries of a projection from which on attention over codes has been faster on a CPU; below, stand-ins cost more.
 WORTH_CODES = 1 << 18
-
-_Recipe = HeadProjection | CodeAttention
 
 _RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape}
 _TRANSPOSES = {Tensor.transpose, torch.transpose}
@@ -45,128 +36,88 @@ def is_worth_codes(rows: int, out_features: int) -> bool:
 
 
 class UnwrittenHeads(Unwritten):
-    """A projection of codes, or what core attention makes of three, in heads or not.
+    """Codes of a query, a key, a value or of what attention makes of them, in heads or not.
+
+    What is written to it in place does not show in views that were made before.
 
     Shape:
         ``(B, T, H * D)``, ``(B, T, H, D)`` or ``(B, H, T, D)``.
     """
 
-    _recipe: _Recipe
+    _codes: HeadCodes
     _layout: str
-    _mask_version: int | None
 
     @staticmethod
-    def __new__(cls, recipe: _Recipe, layout: str) -> UnwrittenHeads:
+    def __new__(cls, codes: HeadCodes, layout: str) -> UnwrittenHeads:
         """Make the stand-in, without a gradient; :func:`_stand_in` links one to the codes."""
-        code = _query_of(recipe).code
-        stand_in: UnwrittenHeads = cls._empty(_shapes(recipe)[layout], code.dtype, code.device)
-        stand_in._recipe, stand_in._layout = recipe, layout
-        stand_in._mask_version = _version_of_mask(recipe)
+        stand_in: UnwrittenHeads = cls._empty(_shapes(codes)[layout], codes.code.dtype, codes.code.device)
+        stand_in._codes, stand_in._layout = codes, layout
         return stand_in
 
     @classmethod
     def of(cls, code: Tensor, right: Tensor, num_heads: int) -> UnwrittenHeads:
         """The stand-in for ``code @ right``, code ``(B, T, R)``."""
-        right = right.to(code.dtype)
-        if not torch.is_grad_enabled():
-            code, right = code.detach(), right.detach()
-        return _stand_in(HeadProjection(code, right, num_heads), _FLAT)
+        return _stand_in(HeadCodes(code, right.to(code.dtype), num_heads), _FLAT)
 
     def stays_unwritten(self, left: Tensor) -> bool:
         """Besides, whether this is what attention has made, in the layout of an input."""
-        return super().stays_unwritten(left) and isinstance(self._recipe, CodeAttention) and self._layout == _FLAT
+        return super().stays_unwritten(left) and self._codes.code.ndim == 4 and self._layout == _FLAT
 
     def code(self, left: Tensor) -> Tensor:
-        """``self @ left.T``, by attention over codes."""
-        assert isinstance(self._recipe, CodeAttention)
-        self._check_mask()
-        return context_to_code(core_attention(self._recipe), self._recipe.value, left)
+        """``self @ left.T``, from the codes of what attention has made."""
+        return to_output_code(self._codes, left)
 
     def _made(self) -> Tensor:
-        self._check_mask()
-        return _whole(self._recipe, self._layout)
-
-    def _check_mask(self) -> None:
-        """What attention was given is taken in later: it must still be what it was."""
-        if _version_of_mask(self._recipe) != self._mask_version:
-            raise RuntimeError(
-                "The mask of scaled_dot_product_attention was changed in place before what attention gave was used. "
-                "Change a copy of the mask, or use the output of attention first."
-            )
+        return _arranged(self._codes, self._layout)
 
     @classmethod
     def _written_down(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is functional.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         x = args[0] if args else None
-        if kwargs or not isinstance(x, UnwrittenHeads) or not _is_usable(x):
+        if kwargs or not isinstance(x, UnwrittenHeads) or not x.can_be_written_down():
             return NotImplemented
         if func is Tensor.contiguous:
             return x
         layout = None
         if func in _RESHAPES:
             layout = _reshaped(x, args[1:])
-        elif func in _TRANSPOSES and x._layout != _FLAT and sorted(dim % 4 for dim in args[1:]) == [1, 2]:
+        elif func in _TRANSPOSES and x._layout != _FLAT and set(args[1:]) <= {1, 2, -2, -3} and _swaps(args[1:]):
             layout = _BY_HEAD if x._layout == _BY_TOKEN else _BY_TOKEN
-        return NotImplemented if layout is None else _stand_in(x._recipe, layout)
+        return NotImplemented if layout is None else _stand_in(x._codes, layout)
 
 
 class _Link(torch.autograd.Function):
     """Gives the stand-in a gradient path, so that a custom function cannot lose gradients silently."""
 
     @staticmethod
-    def forward(ctx: Any, recipe: _Recipe, layout: str, *tensors: Tensor | None) -> UnwrittenHeads:
-        ctx.template, ctx.layout = _filled(recipe, [None] * len(tensors)), layout
-        ctx.save_for_backward(*tensors)
-        return UnwrittenHeads(recipe, layout)
+    def forward(ctx: Any, num_heads: int, layout: str, code: Tensor, right: Tensor) -> UnwrittenHeads:
+        ctx.num_heads, ctx.layout = num_heads, layout
+        ctx.save_for_backward(code, right)
+        return UnwrittenHeads(HeadCodes(code, right, num_heads), layout)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        if isinstance(ctx.template, CodeAttention) and ctx.template.dropout:
-            raise RuntimeError(
-                "A custom autograd function took what attention with dropout gave, and now asks for its gradient, "
-                "which cannot be had without the entries that were dropped. Pass it a copy: output.clone()."
-            )
-
         def whole(aliases: list[Any]) -> Tensor:
-            return _whole(_filled(ctx.template, aliases), ctx.layout)
+            return _arranged(HeadCodes(*aliases, ctx.num_heads), ctx.layout)
 
         create_graph = torch.is_grad_enabled()
         return (None, None, *gradients_of(whole, ctx.saved_tensors, grads[0], create_graph=create_graph))
 
 
-def _stand_in(recipe: _Recipe, layout: str) -> UnwrittenHeads:
-    return _Link.apply(recipe, layout, *_tensors(recipe))
+def _stand_in(codes: HeadCodes, layout: str) -> UnwrittenHeads:
+    code, right = codes.code, codes.right
+    if not torch.is_grad_enabled():
+        code, right = code.detach(), right.detach()
+    stand_in: UnwrittenHeads = _Link.apply(codes.num_heads, layout, code, right)
+    stand_in._codes = HeadCodes(code, right, codes.num_heads)  # those with a gradient
+    return stand_in
 
 
-def _tensors(recipe: _Recipe) -> list[Tensor | None]:
-    if isinstance(recipe, HeadProjection):
-        return [recipe.code, recipe.right]
-    return [*_tensors(recipe.query), *_tensors(recipe.key), *_tensors(recipe.value), recipe.mask]
-
-
-def _filled(recipe: _Recipe, tensors: list[Any]) -> Any:
-    """``recipe`` with other tensors, in the order of :func:`_tensors`."""
-    if isinstance(recipe, HeadProjection):
-        return recipe._replace(code=tensors[0], right=tensors[1])
-    query, key, value = (_filled(part, tensors[2 * index : 2 * index + 2]) for index, part in enumerate(recipe[:3]))
-    return recipe._replace(query=query, key=key, value=value, mask=tensors[6])
-
-
-def _query_of(recipe: _Recipe) -> HeadProjection:
-    return recipe.query if isinstance(recipe, CodeAttention) else recipe
-
-
-def _version_of_mask(recipe: _Recipe) -> int | None:
-    mask = recipe.mask if isinstance(recipe, CodeAttention) else None
-    return None if mask is None or mask.is_inference() else mask._version
-
-
-def _shapes(recipe: _Recipe) -> dict[str, tuple[int, ...]]:
+def _shapes(codes: HeadCodes) -> dict[str, tuple[int, ...]]:
     """Of each layout."""
-    query = _query_of(recipe)
-    (batch, tokens, _), heads = query.code.shape, query.num_heads
-    size = query.right.shape[1] // heads
+    batch, tokens, heads = codes.code.shape[0], codes.code.shape[-2], codes.num_heads
+    size = codes.right.shape[1] // heads
     return {
         _FLAT: (batch, tokens, heads * size),
         _BY_TOKEN: (batch, tokens, heads, size),
@@ -174,32 +125,30 @@ def _shapes(recipe: _Recipe) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _whole(recipe: _Recipe, layout: str) -> Tensor:
+def _arranged(codes: HeadCodes, layout: str) -> Tensor:
     """The real tensor."""
-    if isinstance(recipe, HeadProjection):
-        flat = from_code(recipe.code, recipe.right)
-    else:
-        flat = context_heads(core_attention(recipe), recipe.value).transpose(1, 2).flatten(2)
-    shapes = _shapes(recipe)
+    flat, shapes = written_out(codes), _shapes(codes)
     if layout == _BY_HEAD:
         return flat.view(shapes[_BY_TOKEN]).transpose(1, 2)
     return flat.view(shapes[layout])
 
 
-def _is_usable(x: UnwrittenHeads) -> bool:
-    """Whether something may be written down of ``x``: it is not real yet, nor would get back a gradient it lost."""
-    return x._real is None and (torch.is_grad_enabled() or not x.requires_grad)
+def _swaps(dims: Sequence[int]) -> bool:
+    """Whether these are the second and the third of four dimensions."""
+    return sorted(dim % 4 for dim in dims) == [1, 2]
 
 
 def _reshaped(x: UnwrittenHeads, sizes: tuple[Any, ...]) -> str | None:
     """The layout of ``x`` in other sizes, or None if it has none for them."""
-    if len(sizes) == 1 and not isinstance(sizes[0], int):
+    if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
         sizes = tuple(sizes[0])
+    if not all(isinstance(size, int) for size in sizes):
+        return None
     rest = math.prod(size for size in sizes if size != -1)
     sizes = tuple(x.numel() // max(1, rest) if size == -1 else size for size in sizes)
     if sizes == tuple(x.shape):
         return x._layout
-    shapes = _shapes(x._recipe)
+    shapes = _shapes(x._codes)
     others = [] if x._layout == _BY_HEAD else [_FLAT, _BY_TOKEN]
     return next((layout for layout in others if shapes[layout] == sizes), None)
 
@@ -215,17 +164,16 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Core attention of stand-ins, written down; NotImplemented if these are not projections in heads that match."""
-    if enable_gqa or not 0 <= dropout_p < 1 or type(attn_mask) not in (type(None), Tensor, FakeTensor):
+    """Core attention over codes; NotImplemented if these are not projections in heads that match."""
+    parts = (query, key, value)
+    if enable_gqa or type(attn_mask) not in (type(None), Tensor, torch.nn.Parameter, FakeTensor):
         return NotImplemented
-    recipes = []
-    for part in (query, key, value):
-        if not isinstance(part, UnwrittenHeads) or not _is_usable(part) or part._layout != _BY_HEAD:
+    for part in parts:
+        if not isinstance(part, UnwrittenHeads) or not part.can_be_written_down() or part._layout != _BY_HEAD:
             return NotImplemented
-        recipes.append(part._recipe)
-    if any(isinstance(recipe, CodeAttention) for recipe in recipes):
+    matching = {(part.shape[0], part.shape[1], part.shape[3], part.dtype, part._codes.code.ndim) for part in parts}
+    if len(matching) > 1 or key.shape[2] != value.shape[2] or query._codes.code.ndim == 4:
         return NotImplemented
-    matching = {(part.shape[0], part.shape[1], part.shape[3], part.dtype) for part in (query, key, value)}
-    if len(matching) > 1 or key.shape[2] != value.shape[2]:
-        return NotImplemented
-    return _stand_in(CodeAttention(*recipes, attn_mask, dropout_p, is_causal, scale), _BY_HEAD)
+    codes = [part._codes for part in parts]
+    context = core_attention(*codes, attn_mask, dropout=dropout_p, is_causal=is_causal, scale=scale)
+    return _stand_in(context, _BY_HEAD)

@@ -155,18 +155,13 @@ def _stand_in(hidden: _Hidden) -> WideHidden:
 
 
 def _can_be_written_down(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether all that is not a number is a stand-in of one shape, none is in place or real already.
-
-    Nor without a gradient where the stand-in has one: what is written down would get it back.
-    """
+    """Whether all that is not a number is a stand-in of one shape, and nothing is done in place."""
     others = [*args, *kwargs.values()]
     hidden = [value for value in others if isinstance(value, WideHidden)]
     plain = all(isinstance(value, WideHidden | int | float | str | None) for value in others)
     if not plain or kwargs.get("inplace"):
         return False
-    if not torch.is_grad_enabled() and any(stand_in.requires_grad for stand_in in hidden):
-        return False
-    return all(stand_in._real is None and stand_in.shape == hidden[0].shape for stand_in in hidden)
+    return all(stand_in.can_be_written_down() and stand_in.shape == hidden[0].shape for stand_in in hidden)
 
 
 def _write_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WideHidden:

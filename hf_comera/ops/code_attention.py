@@ -20,14 +20,14 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hf_comera.ops.precision import without_autocast
 
-__all__ = ["CodeAttention", "HeadProjection", "context_heads", "context_to_code", "core_attention"]
+__all__ = ["HeadCodes", "core_attention", "to_output_code", "written_out"]
 
 
-class HeadProjection(NamedTuple):
-    """A query, a key or a value: ``code @ right``, in heads."""
+class HeadCodes(NamedTuple):
+    """A query, a key, a value, or what attention makes of a value: ``code @ right``, head by head."""
 
     code: Tensor
-    """``(B, T, R)``."""
+    """``(B, T, R)`` for all heads, or ``(B, H, T, R)``."""
     right: Tensor
     """``(R, H * D)``, in the dtype of ``code``; a bias is a row of it."""
     num_heads: int
@@ -36,70 +36,67 @@ class HeadProjection(NamedTuple):
         """``right`` as ``(H, R, D)``."""
         return self.right.unflatten(1, (self.num_heads, -1)).transpose(0, 1)
 
-    def widened(self, rank: int) -> "HeadProjection":
+    def widened(self, rank: int) -> "HeadCodes":
         """The same with a code of ``rank`` numbers."""
         extra = rank - self.code.shape[-1]
         if extra == 0:
             return self
-        return HeadProjection(pad(self.code, (0, extra)), pad(self.right, (0, 0, 0, extra)), self.num_heads)
+        return HeadCodes(pad(self.code, (0, extra)), pad(self.right, (0, 0, 0, extra)), self.num_heads)
 
 
-class CodeAttention(NamedTuple):
-    """What core attention is given."""
-
-    query: HeadProjection
-    key: HeadProjection
-    value: HeadProjection
-    mask: Tensor | None = None
-    """As in ``torch.nn.functional.scaled_dot_product_attention``; so are the others."""
-    dropout: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-
-
-def core_attention(given: CodeAttention) -> Tensor:
-    """What each head makes of the codes of the value.
+def core_attention(
+    query: HeadCodes,
+    key: HeadCodes,
+    value: HeadCodes,
+    mask: Tensor | None = None,
+    *,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> HeadCodes:
+    """What each head makes of the value; options as of ``torch.nn.functional.scaled_dot_product_attention``.
 
     Shape:
         query ``(B, T, R_q)``, key ``(B, S, R_k)``, value ``(B, S, R_v)`` -> ``(B, H, T, R)``, where R is the larger of
         ``R_k`` and ``R_v``: fused kernels want keys and values of one width.
     """
-    rank = max(given.key.code.shape[-1], given.value.code.shape[-1])
-    query, key, value = given.query, given.key.widened(rank), given.value.widened(rank)
-    heads, mask = query.num_heads, given.mask
+    rank = max(key.code.shape[-1], value.code.shape[-1])
+    heads, key, value = query.num_heads, key.widened(rank), value.widened(rank)
     if mask is not None and mask.is_floating_point():
         mask = mask.to(query.code.dtype)  # as autocast does
     with without_autocast(query.code):
         mixing_HRR = query.by_head() @ key.by_head().transpose(1, 2)
         query_BTR = query.code @ mixing_HRR.transpose(0, 1).flatten(1)
-        return scaled_dot_product_attention(
+        context_BHTR = scaled_dot_product_attention(
             query_BTR.unflatten(-1, (heads, rank)).transpose(1, 2),
             key.code.unsqueeze(1).expand(-1, heads, -1, -1),
             value.code.unsqueeze(1).expand(-1, heads, -1, -1),
             attn_mask=mask,
-            dropout_p=given.dropout,
-            is_causal=given.is_causal,
-            scale=(query.right.shape[1] // heads) ** -0.5 if given.scale is None else given.scale,
+            dropout_p=dropout,
+            is_causal=is_causal,
+            scale=(query.right.shape[1] // heads) ** -0.5 if scale is None else scale,
         )
+    return HeadCodes(context_BHTR, value.right, heads)
 
 
-def context_to_code(context_BHTR: Tensor, value: HeadProjection, left: Tensor) -> Tensor:
-    """The code of the output layer, whose ``left`` half is ``(R_o, H * D)``, for what :func:`core_attention` gave.
+def to_output_code(context: HeadCodes, left: Tensor) -> Tensor:
+    """The code of the output layer, whose ``left`` half is ``(R_o, H * D)``, for what attention has made.
 
     Shape:
         ``(B, H, T, R) -> (B, T, R_o)``.
     """
-    by_head = value.widened(context_BHTR.shape[-1]).by_head()
     with without_autocast(left):
-        mixing_HRR = by_head.to(left.dtype) @ left.unflatten(1, (value.num_heads, -1)).permute(1, 2, 0)
-        return context_BHTR.transpose(1, 2).flatten(2).to(left.dtype) @ mixing_HRR.flatten(0, 1)
+        mixing_HRR = context.by_head().to(left.dtype) @ left.unflatten(1, (context.num_heads, -1)).permute(1, 2, 0)
+        return context.code.transpose(1, 2).flatten(2).to(left.dtype) @ mixing_HRR.flatten(0, 1)
 
 
-def context_heads(context_BHTR: Tensor, value: HeadProjection) -> Tensor:
-    """What attention without codes gives.
+def written_out(codes: HeadCodes) -> Tensor:
+    """What they stand for.
 
     Shape:
-        ``(B, H, T, R) -> (B, H, T, D)``.
+        ``(B, T, R)`` or ``(B, H, T, R) -> (B, T, H * D)``.
     """
-    with without_autocast(context_BHTR):
-        return context_BHTR @ value.widened(context_BHTR.shape[-1]).by_head()
+    with without_autocast(codes.code):
+        if codes.code.ndim == 4:
+            return (codes.code @ codes.by_head()).transpose(1, 2).flatten(2)
+        return codes.code @ codes.right

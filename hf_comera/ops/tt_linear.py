@@ -130,6 +130,6 @@ def bias_as_rank(
         return code, right, bias
     if rank == right.shape[0]:
         code, right = pad(code, (0, RANK_MULTIPLE)), pad(right, (0, 0, 0, RANK_MULTIPLE))
-    place = pad(right.new_ones(1), (rank, right.shape[0] - rank - 1))
-    with without_autocast(code):
-        return code + place, torch.addr(right, place, bias.to(right.dtype)), None
+    place = torch.tensor([rank], device=code.device)
+    # filled and copied, not added: entries beside the bias and the column of ones must stay clear of an infinite bias
+    return code.index_fill(-1, place, 1), right.index_copy(0, place, bias.to(right.dtype).unsqueeze(0)), None

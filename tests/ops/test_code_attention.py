@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from hf_comera.ops.code_attention import (
-    CodeAttention,
-    HeadProjection,
-    context_heads,
-    context_to_code,
-    core_attention,
-)
+from hf_comera.ops.code_attention import HeadCodes, core_attention, to_output_code, written_out
 
 SIZES = [  # (batch, tokens, tokens of keys, heads, head size, rank of query, of key, of value)
     pytest.param((2, 5, 5, 3, 8, 4, 4, 4), id="square"),
@@ -33,18 +27,18 @@ def problem(sizes, dtype=torch.float64):
 
 
 def projections(parts, heads):
-    return [HeadProjection(*parts[index : index + 2], heads) for index in (0, 2, 4)]
+    return [HeadCodes(*parts[index : index + 2], heads) for index in (0, 2, 4)]
 
 
 def over_codes(parts, heads, mask=None, **options):
     """What attention gives, and the code that the output layer makes of it."""
     query, key, value = projections(parts, heads)
-    context = core_attention(CodeAttention(query, key, value, mask, **options))
-    return context_heads(context, value).transpose(1, 2).flatten(2), context_to_code(context, value, parts[-1])
+    context = core_attention(query, key, value, mask, **options)
+    return written_out(context), to_output_code(context, parts[-1])
 
 
 def dense(parts, heads, mask=None, dropout=0.0, **options):
-    wides = [(code @ right).unflatten(-1, (heads, -1)).transpose(1, 2) for code, right, _ in projections(parts, heads)]
+    wides = [written_out(part).unflatten(-1, (heads, -1)).transpose(1, 2) for part in projections(parts, heads)]
     given = {"attn_mask": mask, "dropout_p": dropout, **options}
     context = scaled_dot_product_attention(*wides, **given).transpose(1, 2).flatten(2)
     return context, linear(context, parts[-1])

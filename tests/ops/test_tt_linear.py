@@ -233,6 +233,14 @@ def test_bias_as_rank_with_frozen_parts_autocast_and_inference():
     torch.testing.assert_close(torch.autograd.grad(y.sum(), bias)[0], torch.full((64,), float(ROWS)))
 
 
+def test_an_infinite_bias_spoils_no_gradient_but_its_own():
+    code, right, bias = (torch.randn(shape, requires_grad=True) for shape in ((ROWS, 6), (6, 64), (64,)))
+    y = product_with_padding(code, right, torch.where(torch.arange(64) == 3, -torch.inf, bias))
+    assert y[:, 3].eq(-torch.inf).all()
+    for grad in torch.autograd.grad(y.masked_fill(y.isinf(), 0).square().sum(), [code, right, bias]):
+        assert grad.isfinite().all()
+
+
 def test_bias_as_rank_of_fake_tensors_leaves_nothing_behind():
     with FakeTensorMode():
         assert product_with_padding(torch.empty(ROWS, 5), torch.empty(5, 64), torch.empty(64)).shape == (ROWS, 64)
