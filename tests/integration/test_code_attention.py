@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, ViTConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_comera import ComeraConfig, get_comera_model
-from hf_comera.compress.siblings import ATTENTIONS
+from hf_comera.compress.siblings import ATTENTIONS, attends_to_codes
 from hf_comera.modules import TTLinear, unwritten_heads
 from hf_comera.modules.unwritten_heads import UnwrittenHeads
 
@@ -109,3 +109,10 @@ def test_a_decoder_and_a_model_without_all_three_do_without(models):
     decoder = models("bert", {**WORDS, "is_decoder": True})
     partly = models("bert", WORDS, exclude_modules=["key"])
     assert not any(group.attention for model in (decoder, partly) for group in groups(model))
+
+
+def test_a_class_of_somebody_else_of_the_same_name_does_without():
+    namesake = type("ViTAttention", (torch.nn.Module,), {})()
+    assert not attends_to_codes(namesake)
+    namesake.config = ViTConfig()
+    assert not attends_to_codes(namesake)
