@@ -29,15 +29,18 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(wide_code, "CHUNK_ENTRIES", 60)
 
 
-@pytest.fixture
-def uses(monkeypatch):
-    """How stand-ins were used: as a code, or made real."""
+def watched(monkeypatch, kind, *names):
+    """The names of methods of ``kind``, as they are called: how stand-ins are used."""
     seen = []
-    for name in ("code", "real"):
-        original = getattr(WideHidden, name)
+    for name in names:
+        original = getattr(kind, name)
         monkeypatch.setattr(
-            WideHidden,
-            name,
-            lambda self, *args, name=name, original=original: seen.append(name) or original(self, *args),
+            kind, name, lambda self, *args, name=name, original=original: seen.append(name) or original(self, *args)
         )
     return seen
+
+
+@pytest.fixture
+def uses(monkeypatch):
+    """As a code, or made real."""
+    return watched(monkeypatch, WideHidden, "code", "real")

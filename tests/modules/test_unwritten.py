@@ -6,7 +6,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_comera.modules.unwritten_heads import UnwrittenHeads
+from tests.modules import feed_forward_blocks
 from tests.modules.attention_blocks import Attention, attend, random_input, results, split
+from tests.modules.feed_forward_blocks import Block
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -64,6 +66,16 @@ def test_stand_ins_that_cross_boundaries_keep_their_gradients(boundary, behind):
     torch.testing.assert_close(backward(True), backward(False))
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_hidden_layer_that_crosses_a_boundary_keeps_its_gradients(use_reentrant):
+    block, x = Block(), feed_forward_blocks.random_input()
+    expected = feed_forward_blocks.results(block, x, False)
+    block.set_wide(True)
+    y = block.down(block.act(checkpoint(block.up, x, use_reentrant=use_reentrant)))
+    y.backward(torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y))
+    torch.testing.assert_close([y, x.grad, *(parameter.grad for parameter in block.parameters())], expected)
+
+
 def test_all_who_read_what_attention_with_dropout_has_made_read_the_same():
     block, seen = Attention(), []
     block.options = {"dropout_p": 0.5}
@@ -85,12 +97,12 @@ def test_full_backward_hooks(part):
 
 
 def test_scripted_functions():
-    twice_and_once = torch.jit.script(lambda_of_script)
+    twice_and_once = torch.jit.script(doubled)
     block, x = Attention(use=lambda wide: twice_and_once(wide) + wide), random_input()
     torch.testing.assert_close(results(block, x, True), results(block, x, False))
 
 
-def lambda_of_script(x: torch.Tensor):
+def doubled(x: torch.Tensor):
     return x * 2.0
 
 

@@ -11,22 +11,15 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_comera.modules.unwritten_heads import UnwrittenHeads
 from tests.modules.attention_blocks import HEADS, SIZE, Attention, attend, random_input, results, split
+from tests.modules.conftest import watched
+from tests.modules.custom_functions import Doubled
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 @pytest.fixture
 def uses(monkeypatch):
-    """How stand-ins were used: as a code, or made real."""
-    seen = []
-    for name in ("code", "_made"):
-        original = getattr(UnwrittenHeads, name)
-        monkeypatch.setattr(
-            UnwrittenHeads,
-            name,
-            lambda self, *args, name=name, original=original: seen.append(name) or original(self, *args),
-        )
-    return seen
+    return watched(monkeypatch, UnwrittenHeads, "code", "_made")
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.2}, {"dropout_p": 0.3}], ids=str)
@@ -70,16 +63,6 @@ def test_codes_stay_away_from_all_where_one_cannot(spoil, why, uses):
         block.set_codes(True)
     assert not any(isinstance(layer(random_input()), UnwrittenHeads) for layer in (block.q, block.k, block.v)), why
     assert uses == []
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
 
 
 def by_hand(query, key, value):

@@ -7,19 +7,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from hf_comera.modules.wide_hidden import WideHidden
+from tests.modules.custom_functions import Doubled
 from tests.modules.feed_forward_blocks import Block, random_input, results
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden):
-        return hidden * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
 
 
 class StraightThrough(torch.autograd.Function):
