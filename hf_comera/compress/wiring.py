@@ -1,9 +1,13 @@
-"""Let the TT linears of a model work together: one bank of halves, one product for siblings, no wide hidden layer."""
+"""Let the TT linears of a model work together: one bank of halves, one product for siblings, no wide hidden layer.
+
+Dropout, which would then take a large part of a CPU's time, becomes a fast one.
+"""
 
 from torch import nn
 
 from hf_comera.compress.siblings import attends_to_codes, feeds_forward, sibling_names
 from hf_comera.modules import TTLinear
+from hf_comera.modules.fast_dropout import quicken_dropout
 from hf_comera.modules.halves_bank import HalvesBank
 from hf_comera.modules.joined import JoinedProjections
 
@@ -12,6 +16,7 @@ __all__ = ["wire"]
 
 def wire(model: nn.Module) -> None:
     """Connect the layers of ``model``; called again it starts afresh, with the layers that are there then."""
+    quicken_dropout(model)
     bank = HalvesBank()
     for name, module in model.named_modules():
         if isinstance(module, TTLinear):

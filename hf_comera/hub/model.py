@@ -24,6 +24,7 @@ from hf_comera.compress.wiring import wire
 from hf_comera.hub.saving import atomic_save
 from hf_comera.memory import ActivationPolicy, set_activation_policy
 from hf_comera.modules import TensorTrainModule, TTMEmbedding
+from hf_comera.modules.fast_dropout import restore_dropout
 
 __all__ = ["ComeraModel", "attach", "is_comera_model", "merge_and_unload"]
 
@@ -154,6 +155,7 @@ def merge_and_unload(model: PreTrainedModel) -> PreTrainedModel:
     if not is_comera_model(model):
         raise ValueError(f"{type(model).__name__} is not a compressed model: there is nothing to merge.")
     merge_model(model)
+    restore_dropout(model)
     model.__class__ = model._dense_class
     model.model_tags = [tag for tag in model.model_tags if tag not in TAGS] or None
     del model.config.quantization_config

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_comera.modules.lazy_weight import FREE_QUESTIONS
+from hf_comera.ops.dropped_attention import dropped_attention
+from hf_comera.ops.kept_bits import drop
 
 __all__ = [
     "QUESTIONS",
@@ -65,6 +67,8 @@ _KINDS: dict[Any, str] = {
     **dict.fromkeys(_NORMS, "norms"),
     **dict.fromkeys(_DROPOUTS, "dropout"),
     **dict.fromkeys(_ATTENTIONS, "attention"),
+    dropped_attention: "attention",
+    drop: "functions",  # nothing is drawn in it
 }
 
 _THIN = 4

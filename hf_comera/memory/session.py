@@ -189,12 +189,14 @@ class Session(TorchFunctionMode):
         if node is None or node.call is None or node.call.kind not in ("attention", "scores"):
             return None
         inside = [tensor for _, _, tensor in present.waiting if self.lineage.find(tensor) is None]
-        if node.call.kind == "attention" and not self.policy.rebuilds("attention"):
+        recompute = node.call.kind == "attention" and self.policy.rebuilds("attention")
+        if node.call.kind == "attention" and not recompute:
             stores_scores = sum(tensor.numel() for tensor in inside) > 2 * present.tensors[0].numel()
             inside = inside if stores_scores else []
         elif node.call.kind == "scores":
             inside = [tensor for tensor in inside if self.claims.is_large(tensor)]
-        if not inside or not self.policy.rebuilds("scores") or not (present.draws is None or present.draws.can_repeat):
+        can_repeat = present.draws is None or present.draws.can_repeat
+        if not (inside or recompute) or not self.policy.rebuilds("scores") or not can_repeat:
             return None
         sources = [self.claims.claim(*pair) for pair in zip(present.nodes, present.tensors, strict=True)]
         need_grad = [tensor.requires_grad for tensor in present.tensors]

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from hf_comera.modules.unwritten import Unwritten, can_stand_in
 from hf_comera.modules.wide_expression import Call, Leaf, Pointwise, form_of, keep, structure
+from hf_comera.ops import kept_bits
 from hf_comera.ops.gradients import gradients_of
 from hf_comera.ops.tt_linear import from_code
 from hf_comera.ops.wide_code import CHUNK_ENTRIES, takes_kernel, takes_kernels_like, wide_code
@@ -179,8 +180,12 @@ def _dropout(x: WideHidden, p: float = 0.5, training: bool = True, inplace: bool
         return x
     source, leaf = x._hidden, Leaf()
     rows = x.numel() // max(1, source.shape[-1])
-    keeps = torch.empty(rows, source.shape[-1], dtype=torch.bool, device=x.device).bernoulli_(1 - p)
-    written = Call(keep, (source.expression, leaf, 1 / (1 - p)), {})
+    if kept_bits.serves(x, p):
+        size, share = source.shape[-1], kept_bits.kept_share(p)
+        keeps = kept_bits.kept_factors(kept_bits.draw_kept((rows, size), p), size, True, torch.bool)
+    else:
+        keeps, share = torch.empty(rows, source.shape[-1], dtype=torch.bool, device=x.device).bernoulli_(1 - p), 1 - p
+    written = Call(keep, (source.expression, leaf, 1 / share), {})
     return _stand_in(_Hidden(written, source.inputs, source.masks | {leaf: keeps}, source.shape))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BitMask"]
+__all__ = ["BitMask", "decode_bits", "pack_bits"]
 
 _DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -49,7 +49,7 @@ class BitMask:
             value = mask.new_ones(())
         else:
             value = flat.amax()
-        return cls(_pack(flat.bool()), value, mask.shape, mask.stride())
+        return cls(pack_bits(flat.bool()), value, mask.shape, mask.stride())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,14 +64,7 @@ class BitMask:
     @torch.no_grad()
     def decode(self) -> Tensor:
         """The mask, in its dtype and strides."""
-        # made anew, in microseconds: one kept since a CUDA graph was captured would not outlive the graph
-        places = torch.arange(8, device=self.bits.device)
-        bits = torch.arange(256, device=self.bits.device)[:, None].bitwise_right_shift(places).bitwise_and_(1)
-        table = torch.where(bits.bool(), self.value, torch.zeros_like(self.value))
-        if self.value.itemsize in _WORDS:
-            table = table.view(_WORDS[self.value.itemsize]).flatten()
-        flat = table.index_select(0, self.bits.int()).view(self.dtype)
-        return flat.as_strided(self.shape, self.strides)
+        return decode_bits(self.bits, self.value).as_strided(self.shape, self.strides)
 
 
 def _fills_its_memory(mask: Tensor) -> bool:
@@ -80,7 +73,22 @@ def _fills_its_memory(mask: Tensor) -> bool:
     return mask.permute(order).is_contiguous()
 
 
-def _pack(truths: Tensor) -> Tensor:
+def decode_bits(bits: Tensor, value: Tensor) -> Tensor:
+    """``value`` where a bit is set, 0 elsewhere.
+
+    Shape:
+        bits ``(..., n)``, uint8, the lowest bit of a byte first; value ``()`` -> ``(..., 8 * n)``.
+    """
+    # made anew, in microseconds: one kept since a CUDA graph was captured would not outlive the graph
+    places = torch.arange(8, device=bits.device)
+    truths = torch.arange(256, device=bits.device)[:, None].bitwise_right_shift(places).bitwise_and_(1)
+    table = torch.where(truths.bool(), value, torch.zeros_like(value))
+    if value.itemsize in _WORDS:
+        table = table.view(_WORDS[value.itemsize]).flatten()
+    return table.index_select(0, bits.flatten().int()).view(value.dtype).view(*bits.shape[:-1], 8 * bits.shape[-1])
+
+
+def pack_bits(truths: Tensor) -> Tensor:
     """Eight bools to a byte.
 
     Shape:

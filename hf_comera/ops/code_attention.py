@@ -13,11 +13,14 @@ Source: ours; sharing keys and values between heads is that of Shazeer, arXiv:19
 
 # Shapes here: B = batch, T = tokens, S = tokens of key and value, H = heads, D = head size, R = rank of a code.
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from hf_comera.ops import kept_bits
+from hf_comera.ops.dropped_attention import dropped_attention
 from hf_comera.ops.precision import without_autocast
 
 __all__ = ["HeadCodes", "core_attention", "to_output_code", "written_out"]
@@ -64,19 +67,48 @@ def core_attention(
     heads, key, value = query.num_heads, key.widened(rank), value.widened(rank)
     if mask is not None and mask.is_floating_point():
         mask = mask.to(query.code.dtype)  # as autocast does
+    scale = (query.right.shape[1] // heads) ** -0.5 if scale is None else scale
     with without_autocast(query.code):
         mixing_HRR = query.by_head() @ key.by_head().transpose(1, 2)
-        query_BTR = query.code @ mixing_HRR.transpose(0, 1).flatten(1)
-        context_BHTR = scaled_dot_product_attention(
-            query_BTR.unflatten(-1, (heads, rank)).transpose(1, 2),
-            key.code.unsqueeze(1).expand(-1, heads, -1, -1),
-            value.code.unsqueeze(1).expand(-1, heads, -1, -1),
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=is_causal,
-            scale=(query.right.shape[1] // heads) ** -0.5 if scale is None else scale,
-        )
-    return HeadCodes(context_BHTR, value.right, heads)
+        query_BTHR = (query.code @ mixing_HRR.transpose(0, 1).flatten(1)).unflatten(-1, (heads, rank))
+        parts = query_BTHR, key.code, value.code
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
+        if kept_bits.serves(query_BTHR, dropout) and (mask is None or not mask.requires_grad):
+            bits = kept_bits.draw_kept((*query_BTHR.shape[:3], key.code.shape[1]), dropout)
+            share = kept_bits.kept_share(dropout)
+            context_BTHR = dropped_attention(*parts, bits, mask, share=share, **options)
+        else:
+            context_BTHR = _fused_attention(*parts, mask, dropout=dropout, **options)
+    return HeadCodes(context_BTHR.transpose(1, 2), value.right, heads)
+
+
+def _fused_attention(
+    query_BTHR: Tensor,
+    key_BSR: Tensor,
+    value_BSR: Tensor,
+    mask: Tensor | None,
+    *,
+    dropout: float,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """By torch's kernel, as ``(B, T, H, R)``."""
+    dtype = query_BTHR.dtype
+    if query_BTHR.device.type == "cpu":  # whose kernel is two to five times slower in 16 bits
+        exact = torch.promote_types(dtype, torch.float32)
+        query_BTHR, key_BSR, value_BSR = query_BTHR.to(exact), key_BSR.to(exact), value_BSR.to(exact)
+        mask = mask if mask is None or mask.dtype == torch.bool else mask.to(exact)
+    heads = query_BTHR.shape[2]
+    context_BHTR = scaled_dot_product_attention(
+        query_BTHR.transpose(1, 2),
+        key_BSR.unsqueeze(1).expand(-1, heads, -1, -1),
+        value_BSR.unsqueeze(1).expand(-1, heads, -1, -1),
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=is_causal,
+        scale=scale,
+    )
+    return context_BHTR.transpose(1, 2).to(dtype)
 
 
 def to_output_code(context: HeadCodes, left: Tensor) -> Tensor:

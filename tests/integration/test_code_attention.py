@@ -9,6 +9,7 @@ from hf_comera import ComeraConfig, get_comera_model
 from hf_comera.compress.siblings import ATTENTIONS, attends_to_codes
 from hf_comera.modules import TTLinear, unwritten_heads
 from hf_comera.modules.unwritten_heads import UnwrittenHeads
+from hf_comera.ops import kept_bits
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 WORDS = {"vocab_size": 241, "max_position_embeddings": 66, "pad_token_id": 0, **SIZES}
@@ -58,6 +59,7 @@ def models(monkeypatch):
     """Makes a model whose layers are large enough, as it were; its gradients are in float64."""
     monkeypatch.setattr(TTLinear, "_other_path", lambda self, x: None)
     monkeypatch.setattr(unwritten_heads, "WORTH_CODES", 1)
+    monkeypatch.setattr(kept_bits, "serves", lambda *args: False)  # drop what attention of tensors drops
 
     def model_of(model_type, sizes, **settings):
         torch.manual_seed(0)

@@ -4,7 +4,7 @@ import pytest
 
 from hf_comera.modules import TTLinear, halves_bank, unwritten_heads, wide_hidden
 from hf_comera.modules.wide_hidden import WideHidden
-from hf_comera.ops import wide_code
+from hf_comera.ops import dropped_attention, kept_bits, wide_code
 
 
 @pytest.fixture
@@ -27,6 +27,14 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1)
     monkeypatch.setattr(unwritten_heads, "WORTH_CODES", 1)
     monkeypatch.setattr(wide_code, "CHUNK_ENTRIES", 60)
+    monkeypatch.setattr(kept_bits, "WORTH_BITS", 1)
+    monkeypatch.setattr(dropped_attention, "_CHUNK_SCORES", 40)
+
+
+@pytest.fixture
+def draws_of_torch(monkeypatch):
+    """Stand-ins drop what torch drops of real tensors, for the same seed."""
+    monkeypatch.setattr(kept_bits, "serves", lambda *args: False)
 
 
 def watched(monkeypatch, kind, *names):

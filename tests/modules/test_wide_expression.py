@@ -56,8 +56,8 @@ def test_known_activations(name, function):
 
 def test_dropout_behind_all():
     for hidden in (functional.gelu(stand_in()), functional.gelu(stand_in()) * stand_in()):
-        form = functional.dropout(hidden, 0.2)._hidden.form()
-        assert form == WideForm("gelu", tuple(range(len(hidden._hidden.inputs))), 1.25)
+        form = functional.dropout(hidden, 0.25)._hidden.form()
+        assert form == WideForm("gelu", tuple(range(len(hidden._hidden.inputs))), 1 / 0.75)
 
 
 @pytest.mark.parametrize("function", UNKNOWN.values(), ids=UNKNOWN)

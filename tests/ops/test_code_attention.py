@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from hf_comera.ops import kept_bits
 from hf_comera.ops.code_attention import HeadCodes, core_attention, to_output_code, written_out
 
 SIZES = [  # (batch, tokens, tokens of keys, heads, head size, rank of query, of key, of value)
@@ -73,13 +74,28 @@ def test_gradients_of_gradients():
         assert torch.autograd.gradgradcheck(lambda *parts: over_codes(parts, 2)[1], parts)
 
 
-def test_drops_what_attention_drops():
+def test_drops_what_attention_drops(monkeypatch):
+    monkeypatch.setattr(kept_bits, "serves", lambda *args: False)
     parts, options = problem((2, 5, 6, 3, 8, 4, 4, 4)), {"dropout": 0.4}
     found = []
     for attention in (over_codes, dense):
         torch.manual_seed(3)
         found.append(attention(parts, 3, **options))
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("which", masks((1, 1, 1)))
+def test_mean_over_draws_is_attention_without_dropout(which):
+    sizes = (4000, 5, 6, 3, 8, 4, 4, 4)
+    parts, options = [part.detach() for part in problem((1, *sizes[1:]))], masks(sizes)[which]
+    parts = [part.expand(4000, -1, -1) if part.ndim == 3 else part for part in parts]
+    found = over_codes(parts, 3, dropout=0.25, **options)[1]
+    wanted = over_codes(parts, 3, **options)[1]
+    torch.testing.assert_close(found.mean(0), wanted[0] if which != "float" else wanted.mean(0), atol=0.05, rtol=0.1)
+
+
+def test_dropping_all_leaves_nothing():
+    assert not over_codes(problem((2, 5, 6, 3, 8, 4, 4, 4)), 3, dropout=1.0)[1].any()
 
 
 @pytest.mark.parametrize("has_mask", [False, True])

@@ -1,0 +1,198 @@
+"""Core attention with dropout on a CPU, all heads sharing one key and one value, a few rows of scores at a time.
+
+Scores are made, used and dropped in the processor's cache, and made once more in backward: what is saved is as wide as
+a code, as in flash attention, but for one bit a score that tells what dropout keeps. torch has no fused kernel with
+dropout on a CPU.
+
+Source: sums of softmax's gradient over a row as the product of output and gradient: Dao et al., arXiv:2205.14135.
+"""
+
+# Shapes here: B = batch, T = tokens, S = tokens of key and value, H = heads, R = rank of a code, n = sequences and
+# t = tokens of a chunk.
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from hf_comera.ops.gradients import gradients_of
+from hf_comera.ops.kept_bits import kept_factors
+
+__all__ = ["dropped_attention"]
+
+# Scores at a time: as many as the cache of a core takes in; fewer cost more calls than they spare.
+_CHUNK_SCORES = 1 << 20
+
+
+def dropped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bits: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    share: float,
+    is_causal: bool = False,
+    scale: float,
+) -> Tensor:
+    """``dropout(softmax(scale * query @ key.T + mask)) @ value``, head by head.
+
+    Args:
+        query: On the CPU.
+        key: Of all heads.
+        value: Of all heads.
+        bits: What dropout keeps of the softmax, ``(B, T, H, ceil(S / 8))`` as drawn by ``ops/kept_bits.py``.
+        attn_mask: Bools, True where scores count, or numbers to add; of a shape that broadcasts to ``(B, H, T, S)``.
+            A row without any score that counts gives zeros.
+        share: The probability of being kept, which what is kept is divided by.
+        is_causal: Whether a token attends to none behind it; without a mask.
+        scale: Of the scores.
+
+    Shape:
+        query ``(B, T, H, R)``, key and value ``(B, S, R)`` -> ``(B, T, H, R)``, in the dtype of the query; computed in
+        float32 at least.
+    """
+    tensors = tuple(tensor for tensor in (query, key, value, bits, attn_mask) if tensor is not None)
+    if has_torch_function(tensors):  # whoever watches calls sees one
+        options: dict[str, Any] = {"share": share, "is_causal": is_causal, "scale": scale}
+        return handle_torch_function(dropped_attention, tensors, query, key, value, bits, attn_mask, **options)
+    if is_causal:
+        attn_mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril()
+    return _DroppedAttention.apply(share, scale, query, key, value, bits, attn_mask)
+
+
+class _DroppedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: float, scale: float, *tensors: Any) -> Tensor:
+        ctx.share, ctx.scale = share, scale
+        query, key, value, bits, mask = tensors
+        shares = _Shares.of(query, key, mask, bits, scale=scale, share=share)
+        value_BSR = value.to(shares.dtype)
+        context = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for chunk in shares.chunks():
+            kept = shares.rows(chunk).mul_(shares.factors(chunk))
+            context[chunk] = (kept @ value_BSR[chunk[0]]).view(context[chunk].shape)
+        if shares.dead is not None:
+            context.masked_fill_(shares.dead, 0)
+        ctx.save_for_backward(*tensors, context)
+        return context
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        query, key, value, bits, mask, context = ctx.saved_tensors
+        shares = _Shares.of(query, key, mask, bits, scale=ctx.scale, share=ctx.share)
+        if torch.is_grad_enabled():
+            found = _differentiable_gradients(shares, (query, key, value), grads[0])
+        else:
+            grad = grads[0] if shares.dead is None else grads[0].masked_fill(shares.dead, 0)
+            found = _gradients(shares, value, context, grad)
+        return None, None, *found, None, None
+
+
+Chunk = tuple[slice, slice]
+"""Sequences and tokens."""
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """The softmax of scores, and what dropout makes of it, made a chunk at a time."""
+
+    query: Tensor
+    """``(B, T, H, R)``."""
+    key: Tensor
+    """``(B, S, R)``, in the dtype of the scores."""
+    bits: Tensor
+    """What is kept, ``(B, T, H, ceil(S / 8))``."""
+    bias: Tensor | None
+    """What is added to scores, broadcasting to ``(B, T, H, S)``."""
+    dead: Tensor | None
+    """Rows in which no score counts, broadcasting to ``(B, T, H, 1)``; None if there are none."""
+    scale: float
+    """Of the scores."""
+    share: float
+    """The probability of being kept."""
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, mask: Tensor | None, bits: Tensor, *, scale: float, share: float
+    ) -> "_Shares":
+        """Those of ``query``, from the mask as it was given."""
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        bias = dead = None
+        if mask is not None:
+            mask = mask[(None,) * (4 - mask.ndim)].transpose(1, 2)
+            is_bool = mask.dtype == torch.bool
+            bias = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf) if is_bool else mask.to(dtype)
+            dead = (bias == -torch.inf).all(-1, keepdim=True)
+            if isinstance(dead, FakeTensor) or not dead.any():
+                dead = None
+            else:
+                bias = bias.masked_fill(dead, 0)
+        return cls(query, key.to(dtype), bits, bias, dead, scale, share)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the scores."""
+        return self.key.dtype
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Whole sequences, or some tokens of one, in order."""
+        batch, tokens, heads, _ = self.query.shape
+        num_tokens = max(1, _CHUNK_SCORES // max(1, heads * self.key.shape[1]))
+        if num_tokens >= tokens:
+            step = num_tokens // max(1, tokens)
+            yield from ((slice(start, start + step), slice(None)) for start in range(0, batch, step))
+            return
+        for sequence in range(batch):
+            for start in range(0, tokens, num_tokens):
+                yield slice(sequence, sequence + 1), slice(start, start + num_tokens)
+
+    def flat(self, tensor_BTHR: Tensor, chunk: Chunk) -> Tensor:
+        """A chunk of the query or of its like, ``(n, t * H, R)``, in the dtype of the scores."""
+        return tensor_BTHR[chunk].flatten(1, 2).to(self.dtype)
+
+    def rows(self, chunk: Chunk) -> Tensor:
+        """The softmax of a chunk's scores, ``(n, t * H, S)``."""
+        scores = self.flat(self.query, chunk) @ (self.key[chunk[0]] * self.scale).transpose(1, 2)
+        if self.bias is not None:
+            sizes = self.bias.shape[:2]
+            part = [slice(None) if size == 1 else each for size, each in zip(sizes, chunk, strict=True)]
+            scores.unflatten(1, (-1, self.query.shape[2])).add_(self.bias[tuple(part)])
+        return torch.softmax(scores, -1, out=scores)
+
+    def factors(self, chunk: Chunk) -> Tensor:
+        """What dropout multiplies them with."""
+        return kept_factors(self.bits[chunk].flatten(1, 2), self.key.shape[1], 1 / self.share, self.dtype)
+
+
+def _gradients(shares: _Shares, value: Tensor, context: Tensor, grad: Tensor) -> list[Tensor | None]:
+    """Of query, key and value, in their dtypes."""
+    query, key, value_BSR = shares.query, shares.key, value.to(shares.dtype)
+    dquery, dkey, dvalue = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(key)
+    for chunk in shares.chunks():
+        rows, drows = shares.rows(chunk), shares.flat(grad, chunk)
+        mean = (drows * shares.flat(context, chunk)).sum(-1, keepdim=True)
+        kept = shares.factors(chunk).mul_(rows)
+        dvalue[chunk[0]].baddbmm_(kept.transpose(1, 2), drows)
+        dscores = (drows @ value_BSR[chunk[0]].transpose(1, 2)).mul_(kept).addcmul_(rows, mean, value=-1)
+        dquery[chunk] = (dscores @ key[chunk[0]]).mul_(shares.scale).view(dquery[chunk].shape)
+        dkey[chunk[0]].baddbmm_(dscores.transpose(1, 2), shares.flat(query, chunk))
+    return [dquery, dkey.mul_(shares.scale).to(value.dtype), dvalue.to(value.dtype)]
+
+
+def _differentiable_gradients(shares: _Shares, tensors: Sequence[Tensor], grad: Tensor) -> list[Tensor | None]:
+    """The same with a graph and all scores at once, for second derivatives."""
+    factors = shares.factors((slice(None), slice(None))).view(*shares.query.shape[:3], -1)
+
+    def context_of(aliases: list[Any]) -> Tensor:
+        query, key, value = (alias.to(shares.dtype) for alias in aliases)
+        scores = torch.einsum("bthr,bsr->bths", query * shares.scale, key)
+        kept = (scores if shares.bias is None else scores + shares.bias).softmax(-1) * factors
+        context = torch.einsum("bths,bsr->bthr", kept, value).to(aliases[0].dtype)
+        return context if shares.dead is None else context.masked_fill(shares.dead, 0)
+
+    return gradients_of(context_of, tensors, grad, create_graph=True)

@@ -1,0 +1,94 @@
+"""Dropout on a CPU: what is kept is drawn four entries at a time, and remembered in one bit an entry.
+
+torch draws one number an entry, in one thread, and keeps a mask as large as what it masks; on a CPU that is a large
+part of the training step of a compressed model, and of what it saves for backward.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from hf_comera.ops.bit_mask import decode_bits, pack_bits
+
+__all__ = ["WORTH_BITS", "draw_kept", "drop", "kept_factors", "kept_share", "serves"]
+
+_LEVELS = 1 << 16
+"""Values of a random number: the rate is rounded to multiples of 1 / 65536, and what is kept is scaled accordingly."""
+
+# Entries from which on it has been faster; below, more calls cost more than torch's draws.
+WORTH_BITS = 1 << 14
+
+# Bytes of bits that are drawn at a time: their random numbers fit a core's cache.
+_CHUNK_BYTES = 1 << 15
+
+
+def serves(x: Tensor, dropout: float) -> bool:
+    """Whether entries of ``x`` can be dropped so, and faster: on a CPU, many, and not all or none of them."""
+    return x.device.type == "cpu" and x.numel() >= WORTH_BITS and 0 < _dropped_levels(dropout) < _LEVELS
+
+
+def kept_share(dropout: float) -> float:
+    """The probability of being kept."""
+    return 1 - _dropped_levels(dropout) / _LEVELS
+
+
+def draw_kept(shape: Sequence[int], dropout: float) -> Tensor:
+    """What is kept of a tensor of this shape, drawn from torch's generator of the CPU.
+
+    Shape:
+        ``(..., ceil(n / 8))`` for ``(..., n)``, uint8; the lowest bit of a byte comes first.
+    """
+    *rows, last = shape
+    width = -(-last // 8)
+    bits = torch.empty(prod(rows) * width, dtype=torch.uint8)
+    threshold = _dropped_levels(dropout) - _LEVELS // 2
+    for start in range(0, len(bits), _CHUNK_BYTES):
+        part = bits[start : start + _CHUNK_BYTES]
+        words = torch.empty(2 * len(part), dtype=torch.int64).random_(-(2**63), None)
+        part.copy_(pack_bits(words.view(torch.int16) >= threshold))
+    return bits.view(*rows, width)
+
+
+def kept_factors(bits: Tensor, size: int, value: float, dtype: torch.dtype) -> Tensor:
+    """``value`` for what is kept, 0 for the rest.
+
+    Shape:
+        bits ``(..., ceil(size / 8))`` -> ``(..., size)``.
+    """
+    return decode_bits(bits, torch.tensor(value, dtype=dtype))[..., :size]
+
+
+def drop(x: Tensor, bits: Tensor, share: float) -> Tensor:
+    """``x`` with zeros where it is not kept, and divided by ``share`` elsewhere.
+
+    Shape:
+        x ``(..., n)``, bits ``(..., ceil(n / 8))`` -> ``(..., n)``, in the dtype of ``x``.
+    """
+    if has_torch_function((x, bits)):  # whoever watches calls sees one
+        return handle_torch_function(drop, (x, bits), x, bits, share)
+    return _Drop.apply(x, bits, share)
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bits: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        ctx.save_for_backward(bits)
+        if x.itemsize > 2:
+            return x * kept_factors(bits, x.shape[-1], 1 / share, x.dtype)
+        return (x * kept_factors(bits, x.shape[-1], 1, x.dtype)).mul_(
+            1 / share
+        )  # the factor is not rounded to 16 bits
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (bits,) = ctx.saved_tensors
+        return drop(grads[0], bits, ctx.share), None, None
+
+
+def _dropped_levels(dropout: float) -> int:
+    return round(dropout * _LEVELS)
