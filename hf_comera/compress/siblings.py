@@ -2,7 +2,7 @@
 
 from torch import nn
 
-__all__ = ["ATTENTIONS", "FEED_FORWARD", "SIBLINGS", "attends_to_codes", "feeds_forward", "sibling_names"]
+__all__ = ["ATTENTIONS", "FEED_FORWARD", "FUSED", "SIBLINGS", "attends_to_codes", "feeds_forward", "sibling_names"]
 
 SIBLINGS = (
     ("query", "key", "value"),  # BERT, RoBERTa, ViT
@@ -28,8 +28,12 @@ ATTENTIONS = (
     *("BertSelfAttention", "RobertaSelfAttention", "XLMRobertaSelfAttention", "CamembertSelfAttention"),
     *("ElectraSelfAttention", "ErnieSelfAttention", "DistilBertSelfAttention", "LayoutLMSelfAttention"),
     *("ViTAttention", "DeiTAttention", "Dinov2Attention", "SiglipAttention", "CLIPAttention"),
+    "GPT2Attention",
 )
-"""Classes that hand query, key and value to core attention as the layers give them: no rotary positions, no cache."""
+"""Classes that hand query, key and value to core attention as the layers give them, without rotary positions."""
+
+FUSED = {"GPT2Attention": "c_attn"}
+"""Those of them whose query, key and value come side by side from one layer, and its name."""
 
 _CROSS_ATTENTION = ("crossattention", "cross_attn", "encoder_attn", "EncDecAttention")
 
@@ -59,4 +63,5 @@ def attends_to_codes(module: nn.Module) -> bool:
     """Whether what the projections of ``module`` give is used in core attention only, and as it is."""
     config, kind = getattr(module, "config", None), type(module)
     is_known = kind.__name__ in ATTENTIONS and kind.__module__.startswith("transformers.models.")
-    return is_known and hasattr(config, "num_attention_heads") and not getattr(config, "is_decoder", False)
+    crosses = getattr(config, "is_decoder", False) or getattr(module, "is_cross_attention", False)
+    return is_known and hasattr(config, "num_attention_heads") and not crosses

@@ -90,7 +90,7 @@ def _about_siblings(model: nn.Module, rows: Sequence[FamilyCost], device: torch.
         )
     if any(AS_CODES in row.extra for row in rows):
         yield f"Outputs of layers marked {AS_CODES!r} are never written: they take less than the table counts."
-    attentions = [group for group in groups if group.num_members == len(("query", "key", "value"))]
+    attentions = [group for group in groups if group.num_members * group.num_parts == len(("query", "key", "value"))]
     refusals = Counter(filter(None, (group.code_refusal() for group in attentions)))
     for refusal, count in refusals.items():
         yield f"{count} of {len(attentions)} attention layers do not attend to codes: {refusal}."

@@ -41,6 +41,8 @@ class JoinedProjections:
         self.enabled = True
         self.attention: Any = None
         """The config of the model's attention, if it takes all three codes, and takes them as they are; else None."""
+        self.num_parts = 1
+        """How many of query, key and value each member gives, side by side."""
 
     @property
     def num_waiting(self) -> int:
@@ -84,8 +86,8 @@ class JoinedProjections:
 
     @property
     def num_code_heads(self) -> int | None:
-        """Heads of the attention that takes codes in place of all outputs; None if it takes none."""
-        return None if self.code_refusal() else int(self.attention.num_attention_heads)
+        """Heads that the output of a member has in attention that takes its code instead; None if it takes none."""
+        return None if self.code_refusal() else self._heads()
 
     def code_refusal(self) -> str | None:
         """Why attention takes the outputs of the members and not their codes; None if it takes codes."""
@@ -99,11 +101,14 @@ class JoinedProjections:
                 return "a layer has no ranks left"
             if member._forward_hooks:
                 return "a hook watches the output of a layer"
-            size, left_over = divmod(member.out_features, self.attention.num_attention_heads)
+            size, left_over = divmod(member.out_features, self._heads())
             needed = padded_rank(member.middle_rank + (member.bias is not None))
             if left_over or needed > size:
                 return f"a code with its bias has {needed} numbers and a head {size}: the rank would have to be lower"
         return None
+
+    def _heads(self) -> int:
+        return int(self.attention.num_attention_heads) * self.num_parts
 
     def reset(self) -> None:
         """Let go of waiting codes; stop joining if some were made in vain."""
@@ -127,11 +132,11 @@ class JoinedProjections:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JoinedProjections:
         memo[id(self)] = copied = JoinedProjections()
-        copied.attention = copy.deepcopy(self.attention, memo)
+        copied.attention, copied.num_parts = copy.deepcopy(self.attention, memo), self.num_parts
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return JoinedProjections, (), {"attention": self.attention}
+        return JoinedProjections, (), {"attention": self.attention, "num_parts": self.num_parts}
 
 
 def _origin(x: Tensor) -> _Origin | None:

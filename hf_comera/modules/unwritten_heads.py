@@ -74,6 +74,10 @@ class UnwrittenHeads(Unwritten):
     def _written_down(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is functional.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
+        if func is Tensor.split:
+            return _split(*args, **kwargs)
+        if func is torch.cat:
+            return _joined(*args, **kwargs)
         x = args[0] if args else None
         if kwargs or not isinstance(x, UnwrittenHeads) or not x.can_be_written_down():
             return NotImplemented
@@ -153,6 +157,24 @@ def _reshaped(x: UnwrittenHeads, sizes: tuple[Any, ...]) -> str | None:
     return next((layout for layout in others if shapes[layout] == sizes), None)
 
 
+def _split(x: UnwrittenHeads, split_size: Any, dim: int = 0) -> Any:
+    """Parts of whole heads, as of a layer that gives query, key and value side by side."""
+    size = x._codes.right.shape[1] // x._codes.num_heads
+    in_heads = x._layout == _FLAT and dim in (-1, 2) and isinstance(split_size, int) and split_size > 0
+    if not in_heads or split_size % size or not x.can_be_written_down():
+        return NotImplemented
+    rights = x._codes.right.split(split_size, dim=1)
+    return tuple(_stand_in(HeadCodes(x._codes.code, right, right.shape[1] // size), _FLAT) for right in rights)
+
+
+def _joined(tensors: Any, dim: int = 0) -> Any:
+    """What a cache makes of keys or values: the only part that is not empty, as it is."""
+    parts = [part for part in tensors if part.shape != (0,)]
+    if len(parts) != 1 or not isinstance(parts[0], UnwrittenHeads) or not parts[0].can_be_written_down():
+        return NotImplemented
+    return parts[0] if parts[0]._layout == _BY_HEAD and dim in (-2, 2) else NotImplemented
+
+
 def _attention(
     query: Any,
     key: Any,
@@ -174,6 +196,16 @@ def _attention(
     matching = {(part.shape[0], part.shape[1], part.shape[3], part.dtype, part._codes.code.ndim) for part in parts}
     if len(matching) > 1 or key.shape[2] != value.shape[2] or query._codes.code.ndim == 4:
         return NotImplemented
+    if attn_mask is not None and not _is_mask(attn_mask, (*query.shape[:3], key.shape[2])):
+        return NotImplemented
     codes = [part._codes for part in parts]
     context = core_attention(*codes, attn_mask, dropout=dropout_p, is_causal=is_causal, scale=scale)
     return _stand_in(context, _BY_HEAD)
+
+
+def _is_mask(mask: Tensor, scores: tuple[int, ...]) -> bool:
+    """Whether it is one for scores of this shape; for others torch has errors."""
+    if mask.ndim > 4 or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        return False
+    sizes = zip(reversed(mask.shape), reversed(scores), strict=False)
+    return all(size in (1, wanted) for size, wanted in sizes)

@@ -30,6 +30,7 @@ MODELS = {  # model type -> (class of its attention, sizes)
     "deit": ("DeiTAttention", IMAGES),
     "dinov2": ("Dinov2Attention", IMAGES),
     "siglip_vision_model": ("SiglipAttention", IMAGES),
+    "gpt2": ("GPT2Attention", {"vocab_size": 241, "n_positions": 66, "n_embd": 48, "n_layer": 2, "n_head": 4}),
     "clip_text_model": ("CLIPAttention", {**WORDS, "bos_token_id": 0, "eos_token_id": 1}),
 }
 
@@ -92,6 +93,23 @@ def test_models(model_type, row, models, monkeypatch):
         group.attention = None
     torch.testing.assert_close(found, results(model, inputs))
     assert len(codes) == 2
+
+
+def test_a_prompt_in_codes_goes_on_as_one_in_tensors(models):
+    model, ids = models("gpt2", MODELS["gpt2"][1]).eval(), torch.randint(2, 241, (2, 9))
+    found = []
+    for _ in range(2):
+        with torch.no_grad():
+            prompt = model(ids, use_cache=True)
+            found.append(model(ids[:, :4], past_key_values=prompt.past_key_values).last_hidden_state)
+        for group in groups(model):
+            group.attention = None
+    torch.testing.assert_close(*found)
+
+
+def test_gpt2_with_cross_attention_does_without_there(models):
+    model = models("gpt2", {**MODELS["gpt2"][1], "add_cross_attention": True})
+    assert sum(group.attention is not None for group in groups(model)) == 2
 
 
 @pytest.mark.parametrize("model_type", ["bert", "vit"])

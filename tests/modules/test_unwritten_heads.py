@@ -66,6 +66,9 @@ def test_codes_stay_away_from_all_where_one_cannot(spoil, why, uses):
     assert uses == []
 
 
+EMPTY = torch.empty(0, dtype=torch.float64)
+
+
 def by_hand(query, key, value):
     context = (query @ key.transpose(2, 3) / SIZE**0.5).softmax(-1) @ value
     return context.transpose(1, 2).flatten(2)
@@ -121,6 +124,19 @@ def test_any_attention(attention):
     torch.testing.assert_close(results(block, x, True), results(block, x, False))
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(5, 5, dtype=torch.int64), torch.ones(4, 1, 5, 5, dtype=torch.bool), torch.zeros(1, 1, 1, 2, 5, 5)],
+)
+def test_masks_that_torch_refuses_are_refused(mask):
+    block = Attention()
+    block.options = {"attn_mask": mask, "dropout_p": 0.2}
+    for in_codes in (False, True):
+        block.set_codes(in_codes)
+        with pytest.raises(RuntimeError):
+            block(random_input())
+
+
 def test_questions_are_answered_without_making_it(uses):
     block, x = Attention(), random_input()
     block.set_codes(True)
@@ -132,6 +148,37 @@ def test_questions_are_answered_without_making_it(uses):
         assert (one.size(-1), one.numel(), one.requires_grad) == (SIZE, 240, True)
         assert "UnwrittenHeads" in repr(one)
     assert uses == []
+
+
+@pytest.mark.parametrize(
+    ("cut", "in_codes"),
+    [
+        (lambda x: x.split(2 * SIZE, dim=2), True),
+        (lambda x: x.split(SIZE, -1), True),
+        (lambda x: x.split(SIZE - 1, dim=2), False),
+        (lambda x: x.split([SIZE, 2 * SIZE], dim=2), False),
+        (lambda x: x.split(3, dim=1), False),
+        (lambda x: x.chunk(3, dim=2), False),
+        (lambda x: split(x).split(1, dim=1), False),
+        (lambda x: [torch.cat([EMPTY, split(x)], dim=-2)], True),
+        (lambda x: [torch.cat((EMPTY, EMPTY, split(x)), 2)], True),
+        (lambda x: [torch.cat([split(x).detach() * 1, split(x)], dim=-2)], False),
+        (lambda x: [torch.cat([EMPTY, x], dim=1)], False),
+        (lambda x: [torch.cat([split(x)], dim=1)], False),
+    ],
+)
+def test_parts_and_what_a_cache_begins_with(cut, in_codes, uses):
+    block, x = Attention(), random_input()
+    block.set_codes(True)
+    found = cut(block.q(x))
+    assert all(isinstance(part, UnwrittenHeads) for part in found) == in_codes
+    block.set_codes(False)
+    expected = cut(block.q(x))
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one * 1, other)
+        pair = [torch.autograd.grad(y.square().sum(), block.q.parameters(), retain_graph=True) for y in (one, other)]
+        torch.testing.assert_close(*pair)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
