@@ -32,10 +32,11 @@ optimizer is fused AdamW for the dense model and TTMuon for the other;
 --optimizer adamw gives both AdamW. The dense model is the merged tensor-train
 one: both must give equal logits before anything is timed.
 
-On a CPU much of what is left is dropout, whose random numbers torch draws in
-one thread: compare --dropout 0. On a GPU, plain steps are bound by launches;
-with --graphs both models run as CUDA graphs. The peak is all GPU memory that a
-form takes: weights, gradients, optimizer state, activations, graph.
+With dropout the dense model draws as torch does, in one thread on a CPU, and
+the tensor train draws several entries at a time: compare --dropout 0. On a GPU,
+plain steps are bound by launches; with --graphs both models run as CUDA graphs.
+The peak is all GPU memory that a form takes: weights, gradients, optimizer
+state, activations, graph.
 """
 PROMISED = {(PAPER, "32x128", "fp32", "cpu"): 3.4}  # times faster, by model, batch, dtype and device
 

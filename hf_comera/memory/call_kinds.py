@@ -18,7 +18,6 @@ __all__ = [
     "UNRECORDED",
     "apply_mask",
     "autocasts",
-    "bias_of_mask",
     "draws_in_attention",
     "dropped_share",
     "is_product",
@@ -108,11 +107,6 @@ def writes_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     """Whether the call changes what it is given, as looking up an embedding with a largest norm does."""
     max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 else None)
     return func is functional.embedding and max_norm is not None
-
-
-def bias_of_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of attention for a mask that is True where they count."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def apply_mask(x: Tensor, mask: Tensor, kept_share: float) -> Tensor:

@@ -16,7 +16,6 @@ from hf_comera.memory.call_kinds import (
     UNRECORDED,
     apply_mask,
     autocasts,
-    bias_of_mask,
     dropped_share,
     is_product,
     kind_of,
@@ -30,6 +29,7 @@ from hf_comera.memory.present_call import PresentCall
 from hf_comera.memory.sources import Packed, Rerun, RerunOutput, Saved
 from hf_comera.modules.unwritten import Unwritten
 from hf_comera.ops.bit_mask import BitMask
+from hf_comera.ops.dropped_attention import bias_of_mask
 
 __all__ = ["Session"]
 

@@ -1,18 +1,19 @@
 """Dropout of a compressed model, which draws fast and remembers in bits where it can, and is torch's elsewhere."""
 
+import torch
 from torch import Tensor, nn
 
 from hf_comera.modules.unwritten import can_stand_in
-from hf_comera.ops.kept_bits import draw_kept, drop, kept_share, serves
+from hf_comera.ops import kept_bits
 
 __all__ = ["FastDropout", "quicken_dropout", "restore_dropout"]
 
 
 class FastDropout(nn.Dropout):
-    """``nn.Dropout`` that draws other numbers from the same generator, on a CPU several times as fast.
+    """``nn.Dropout`` that draws other numbers from the same generator, on a CPU up to several times as fast.
 
-    Rates are rounded to multiples of 1 / 65536. Where it does not serve (other devices, under a compiler or a
-    transform, in place) it is ``nn.Dropout``.
+    Rates are rounded to multiples of 1 / 65536. For small tensors and where it does not serve (other devices, under a
+    compiler or a transform, in place) it is ``nn.Dropout``.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -23,10 +24,12 @@ class FastDropout(nn.Dropout):
         """
         if not self.training or not self._serves(input):
             return super().forward(input)
-        return drop(input, draw_kept(input.shape, self.p), kept_share(self.p))
+        bits = kept_bits.draw_kept((input.numel(),), self.p)
+        return kept_bits.drop(input, bits, kept_bits.kept_share(self.p))
 
     def _serves(self, x: Tensor) -> bool:
-        return can_stand_in(x) and not self.inplace and x.ndim > 0 and x.is_floating_point() and serves(x, self.p)
+        plain = can_stand_in(x) and x.layout is torch.strided and not x.is_nested and x.is_floating_point()
+        return plain and not self.inplace and kept_bits.serves(x.device, x.numel(), self.p)
 
 
 def quicken_dropout(model: nn.Module) -> None:

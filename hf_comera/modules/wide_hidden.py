@@ -180,9 +180,9 @@ def _dropout(x: WideHidden, p: float = 0.5, training: bool = True, inplace: bool
         return x
     source, leaf = x._hidden, Leaf()
     rows = x.numel() // max(1, source.shape[-1])
-    if kept_bits.serves(x, p):
-        size, share = source.shape[-1], kept_bits.kept_share(p)
-        keeps = kept_bits.kept_factors(kept_bits.draw_kept((rows, size), p), size, True, torch.bool)
+    if kept_bits.serves(x.device, x.numel(), p):
+        bits, share = kept_bits.draw_kept((x.numel(),), p), kept_bits.kept_share(p)
+        keeps = kept_bits.kept_factors(bits, x.numel(), True, torch.bool).view(rows, source.shape[-1])
     else:
         keeps, share = torch.empty(rows, source.shape[-1], dtype=torch.bool, device=x.device).bernoulli_(1 - p), 1 - p
     written = Call(keep, (source.expression, leaf, 1 / share), {})

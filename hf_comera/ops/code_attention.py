@@ -13,6 +13,7 @@ Source: ours; sharing keys and values between heads is that of Shazeer, arXiv:19
 
 # Shapes here: B = batch, T = tokens, S = tokens of key and value, H = heads, D = head size, R = rank of a code.
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -73,8 +74,10 @@ def core_attention(
         query_BTHR = (query.code @ mixing_HRR.transpose(0, 1).flatten(1)).unflatten(-1, (heads, rank))
         parts = query_BTHR, key.code, value.code
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
-        if kept_bits.serves(query_BTHR, dropout) and (mask is None or not mask.requires_grad):
-            bits = kept_bits.draw_kept((*query_BTHR.shape[:3], key.code.shape[1]), dropout)
+        scores = (*query_BTHR.shape[:3], key.code.shape[1])
+        served = kept_bits.serves(query_BTHR.device, prod(scores), dropout)
+        if served and (mask is None or not mask.requires_grad):
+            bits = kept_bits.draw_kept(scores, dropout)
             share = kept_bits.kept_share(dropout)
             context_BTHR = dropped_attention(*parts, bits, mask, share=share, **options)
         else:
@@ -94,7 +97,7 @@ def _fused_attention(
 ) -> Tensor:
     """By torch's kernel, as ``(B, T, H, R)``."""
     dtype = query_BTHR.dtype
-    if query_BTHR.device.type == "cpu":  # whose kernel is two to five times slower in 16 bits
+    if query_BTHR.device.type == "cpu":  # whose kernel, where tried, was up to five times slower in 16 bits
         exact = torch.promote_types(dtype, torch.float32)
         query_BTHR, key_BSR, value_BSR = query_BTHR.to(exact), key_BSR.to(exact), value_BSR.to(exact)
         mask = mask if mask is None or mask.dtype == torch.bool else mask.to(exact)

@@ -12,7 +12,8 @@ Source: sums of softmax's gradient over a row as the product of output and gradi
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +22,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from hf_comera.ops.gradients import gradients_of
 from hf_comera.ops.kept_bits import kept_factors
+from hf_comera.ops.precision import without_autocast
 
-__all__ = ["dropped_attention"]
+__all__ = ["bias_of_mask", "dropped_attention"]
 
-# Scores at a time: as many as the cache of a core takes in; fewer cost more calls than they spare.
+# Scores at a time: few enough for the cache that cores share; fewer cost more calls than they spare.
 _CHUNK_SCORES = 1 << 20
 
 
@@ -49,7 +51,7 @@ def dropped_attention(
         attn_mask: Bools, True where scores count, or numbers to add; of a shape that broadcasts to ``(B, H, T, S)``.
             A row without any score that counts gives zeros.
         share: The probability of being kept, which what is kept is divided by.
-        is_causal: Whether a token attends to none behind it; without a mask.
+        is_causal: Whether a token attends to none behind it.
         scale: Of the scores.
 
     Shape:
@@ -60,22 +62,34 @@ def dropped_attention(
     if has_torch_function(tensors):  # whoever watches calls sees one
         options: dict[str, Any] = {"share": share, "is_causal": is_causal, "scale": scale}
         return handle_torch_function(dropped_attention, tensors, query, key, value, bits, attn_mask, **options)
-    if is_causal:
-        attn_mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril()
-    return _DroppedAttention.apply(share, scale, query, key, value, bits, attn_mask)
+    return _DroppedAttention.apply(_Options(share, scale, is_causal), query, key, value, bits, attn_mask)
+
+
+def bias_of_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of attention for a mask that is True where they count."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+class _Options(NamedTuple):
+    share: float
+    """The probability of being kept."""
+    scale: float
+    """Of the scores."""
+    is_causal: bool
 
 
 class _DroppedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: float, scale: float, *tensors: Any) -> Tensor:
-        ctx.share, ctx.scale = share, scale
+    def forward(ctx: Any, options: _Options, *tensors: Any) -> Tensor:
+        ctx.options = options
         query, key, value, bits, mask = tensors
-        shares = _Shares.of(query, key, mask, bits, scale=scale, share=share)
-        value_BSR = value.to(shares.dtype)
         context = torch.empty_like(query, memory_format=torch.contiguous_format)
-        for chunk in shares.chunks():
-            kept = shares.rows(chunk).mul_(shares.factors(chunk))
-            context[chunk] = (kept @ value_BSR[chunk[0]]).view(context[chunk].shape)
+        with without_autocast(query):
+            shares = _Shares.of(query, key, mask, bits, options)
+            value_BSR = value.to(shares.dtype)
+            for chunk in shares.chunks():
+                kept = shares.rows(chunk).mul_(shares.factors(chunk))
+                context[chunk] = (kept @ value_BSR[chunk[0]]).view(context[chunk].shape)
         if shares.dead is not None:
             context.masked_fill_(shares.dead, 0)
         ctx.save_for_backward(*tensors, context)
@@ -84,13 +98,14 @@ class _DroppedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         query, key, value, bits, mask, context = ctx.saved_tensors
-        shares = _Shares.of(query, key, mask, bits, scale=ctx.scale, share=ctx.share)
-        if torch.is_grad_enabled():
-            found = _differentiable_gradients(shares, (query, key, value), grads[0])
-        else:
-            grad = grads[0] if shares.dead is None else grads[0].masked_fill(shares.dead, 0)
-            found = _gradients(shares, value, context, grad)
-        return None, None, *found, None, None
+        with without_autocast(query):
+            shares = _Shares.of(query, key, mask, bits, ctx.options)
+            if torch.is_grad_enabled():
+                found = _differentiable_gradients(shares, (query, key, value), grads[0])
+            else:
+                grad = grads[0] if shares.dead is None else grads[0].masked_fill(shares.dead, 0)
+                found = _gradients(shares, value, context, grad)
+        return None, *found, None, None
 
 
 Chunk = tuple[slice, slice]
@@ -107,32 +122,22 @@ class _Shares:
     """``(B, S, R)``, in the dtype of the scores."""
     bits: Tensor
     """What is kept, ``(B, T, H, ceil(S / 8))``."""
-    bias: Tensor | None
-    """What is added to scores, broadcasting to ``(B, T, H, S)``."""
+    mask: Tensor | None
+    """As it was given, of a shape that broadcasts to ``(B, T, H, S)``."""
     dead: Tensor | None
     """Rows in which no score counts, broadcasting to ``(B, T, H, 1)``; None if there are none."""
-    scale: float
-    """Of the scores."""
-    share: float
-    """The probability of being kept."""
+    options: _Options
 
     @classmethod
-    def of(
-        cls, query: Tensor, key: Tensor, mask: Tensor | None, bits: Tensor, *, scale: float, share: float
-    ) -> "_Shares":
+    def of(cls, query: Tensor, key: Tensor, mask: Tensor | None, bits: Tensor, options: _Options) -> "_Shares":
         """Those of ``query``, from the mask as it was given."""
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        bias = dead = None
+        dead = None
         if mask is not None:
-            mask = mask[(None,) * (4 - mask.ndim)].transpose(1, 2)
-            is_bool = mask.dtype == torch.bool
-            bias = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf) if is_bool else mask.to(dtype)
-            dead = (bias == -torch.inf).all(-1, keepdim=True)
-            if isinstance(dead, FakeTensor) or not dead.any():
-                dead = None
-            else:
-                bias = bias.masked_fill(dead, 0)
-        return cls(query, key.to(dtype), bits, bias, dead, scale, share)
+            mask = _unexpanded(mask[(None,) * (4 - mask.ndim)].transpose(1, 2))
+            counts = mask if mask.dtype == torch.bool else mask != -torch.inf
+            dead = (counts & _triangle(query.shape[1], key.shape[1]) if options.is_causal else counts).any(-1, True)
+            dead = None if isinstance(dead, FakeTensor) or dead.all() else ~dead
+        return cls(query, key.to(torch.promote_types(query.dtype, torch.float32)), bits, mask, dead, options)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,16 +145,20 @@ class _Shares:
         return self.key.dtype
 
     def chunks(self) -> Iterator[Chunk]:
-        """Whole sequences, or some tokens of one, in order."""
+        """Whole sequences, or some tokens of one, in order; of tensors without entries only the first."""
+        chunks = self._chunks()
+        return islice(chunks, 1) if isinstance(self.query, FakeTensor) else chunks
+
+    def _chunks(self) -> Iterator[Chunk]:
         batch, tokens, heads, _ = self.query.shape
         num_tokens = max(1, _CHUNK_SCORES // max(1, heads * self.key.shape[1]))
         if num_tokens >= tokens:
             step = num_tokens // max(1, tokens)
-            yield from ((slice(start, start + step), slice(None)) for start in range(0, batch, step))
+            yield from ((slice(start, start + step), slice(0, tokens)) for start in range(0, batch, step))
             return
         for sequence in range(batch):
             for start in range(0, tokens, num_tokens):
-                yield slice(sequence, sequence + 1), slice(start, start + num_tokens)
+                yield slice(sequence, sequence + 1), slice(start, min(tokens, start + num_tokens))
 
     def flat(self, tensor_BTHR: Tensor, chunk: Chunk) -> Tensor:
         """A chunk of the query or of its like, ``(n, t * H, R)``, in the dtype of the scores."""
@@ -157,16 +166,48 @@ class _Shares:
 
     def rows(self, chunk: Chunk) -> Tensor:
         """The softmax of a chunk's scores, ``(n, t * H, S)``."""
-        scores = self.flat(self.query, chunk) @ (self.key[chunk[0]] * self.scale).transpose(1, 2)
-        if self.bias is not None:
-            sizes = self.bias.shape[:2]
-            part = [slice(None) if size == 1 else each for size, each in zip(sizes, chunk, strict=True)]
-            scores.unflatten(1, (-1, self.query.shape[2])).add_(self.bias[tuple(part)])
+        scores = self.flat(self.query, chunk) @ (self.key[chunk[0]] * self.options.scale).transpose(1, 2)
+        by_head = scores.unflatten(1, (-1, self.query.shape[2]))
+        for bias in self.biases(chunk):
+            by_head.add_(bias)
         return torch.softmax(scores, -1, out=scores)
 
     def factors(self, chunk: Chunk) -> Tensor:
         """What dropout multiplies them with."""
-        return kept_factors(self.bits[chunk].flatten(1, 2), self.key.shape[1], 1 / self.share, self.dtype)
+        return kept_factors(self.bits[chunk].flatten(1, 2), self.key.shape[1], 1 / self.options.share, self.dtype)
+
+    def whole(self) -> Chunk:
+        """All in one chunk."""
+        return slice(0, self.query.shape[0]), slice(0, self.query.shape[1])
+
+    def biases(self, chunk: Chunk) -> Iterator[Tensor]:
+        """What is added to the scores of a chunk; rows in which none counts get zeros, so that they stay finite."""
+        if self.mask is not None:
+            bias = _part(self.mask, chunk)
+            bias = bias_of_mask(bias, self.dtype) if bias.dtype == torch.bool else bias.to(self.dtype)
+            yield bias if self.dead is None else bias.masked_fill(_part(self.dead, chunk), 0)
+        if self.options.is_causal:
+            counts = _triangle(self.query.shape[1], self.key.shape[1], chunk[1])
+            counts = counts if self.dead is None else counts | _part(self.dead, chunk)
+            yield bias_of_mask(counts, self.dtype)
+
+
+def _triangle(tokens: int, key_tokens: int, part: slice = slice(None)) -> Tensor:
+    """Which keys are not behind some tokens, ``(1, t, 1, S)``."""
+    places = torch.arange(tokens, device="cpu")[part]
+    return (torch.arange(key_tokens, device="cpu") <= places[:, None])[None, :, None]
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """With axes of size 1 where all entries of an axis are one in memory."""
+    places = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor[tuple(slice(0, 1) if size > 1 and not stride else slice(None) for size, stride in places)]
+
+
+def _part(tensor: Tensor, chunk: Chunk) -> Tensor:
+    """The chunk of a tensor whose first two axes may have size 1 to broadcast."""
+    sizes = zip(tensor.shape[:2], chunk, strict=True)
+    return tensor[tuple(slice(None) if size == 1 else each for size, each in sizes)]
 
 
 def _gradients(shares: _Shares, value: Tensor, context: Tensor, grad: Tensor) -> list[Tensor | None]:
@@ -179,20 +220,22 @@ def _gradients(shares: _Shares, value: Tensor, context: Tensor, grad: Tensor) ->
         kept = shares.factors(chunk).mul_(rows)
         dvalue[chunk[0]].baddbmm_(kept.transpose(1, 2), drows)
         dscores = (drows @ value_BSR[chunk[0]].transpose(1, 2)).mul_(kept).addcmul_(rows, mean, value=-1)
-        dquery[chunk] = (dscores @ key[chunk[0]]).mul_(shares.scale).view(dquery[chunk].shape)
+        dquery[chunk] = (dscores @ key[chunk[0]]).mul_(shares.options.scale).view(dquery[chunk].shape)
         dkey[chunk[0]].baddbmm_(dscores.transpose(1, 2), shares.flat(query, chunk))
-    return [dquery, dkey.mul_(shares.scale).to(value.dtype), dvalue.to(value.dtype)]
+    return [dquery, dkey.mul_(shares.options.scale).to(value.dtype), dvalue.to(value.dtype)]
 
 
 def _differentiable_gradients(shares: _Shares, tensors: Sequence[Tensor], grad: Tensor) -> list[Tensor | None]:
     """The same with a graph and all scores at once, for second derivatives."""
-    factors = shares.factors((slice(None), slice(None))).view(*shares.query.shape[:3], -1)
+    chunk = shares.whole()
+    factors = shares.factors(chunk).view(*shares.query.shape[:3], -1)
 
     def context_of(aliases: list[Any]) -> Tensor:
         query, key, value = (alias.to(shares.dtype) for alias in aliases)
-        scores = torch.einsum("bthr,bsr->bths", query * shares.scale, key)
-        kept = (scores if shares.bias is None else scores + shares.bias).softmax(-1) * factors
-        context = torch.einsum("bths,bsr->bthr", kept, value).to(aliases[0].dtype)
+        scores = torch.einsum("bthr,bsr->bths", query * shares.options.scale, key)
+        for bias in shares.biases(chunk):
+            scores = scores + bias
+        context = torch.einsum("bths,bsr->bthr", scores.softmax(-1) * factors, value).to(aliases[0].dtype)
         return context if shares.dead is None else context.masked_fill(shares.dead, 0)
 
     return gradients_of(context_of, tensors, grad, create_graph=True)

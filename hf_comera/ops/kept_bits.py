@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from hf_comera.ops.bit_mask import decode_bits, pack_bits
@@ -20,15 +21,15 @@ _LEVELS = 1 << 16
 """Values of a random number: the rate is rounded to multiples of 1 / 65536, and what is kept is scaled accordingly."""
 
 # Entries from which on it has been faster; below, more calls cost more than torch's draws.
-WORTH_BITS = 1 << 14
+WORTH_BITS = 1 << 16
 
 # Bytes of bits that are drawn at a time: their random numbers fit a core's cache.
 _CHUNK_BYTES = 1 << 15
 
 
-def serves(x: Tensor, dropout: float) -> bool:
-    """Whether entries of ``x`` can be dropped so, and faster: on a CPU, many, and not all or none of them."""
-    return x.device.type == "cpu" and x.numel() >= WORTH_BITS and 0 < _dropped_levels(dropout) < _LEVELS
+def serves(device: torch.device, num_entries: int, dropout: float) -> bool:
+    """Whether that many entries can be dropped so, and faster: on a CPU, many, and not all or none of them."""
+    return device.type == "cpu" and num_entries >= WORTH_BITS and 0 < _dropped_levels(dropout) < _LEVELS
 
 
 def kept_share(dropout: float) -> float:
@@ -44,12 +45,14 @@ def draw_kept(shape: Sequence[int], dropout: float) -> Tensor:
     """
     *rows, last = shape
     width = -(-last // 8)
-    bits = torch.empty(prod(rows) * width, dtype=torch.uint8)
+    bits = torch.empty(prod(rows) * width, dtype=torch.uint8, device="cpu")
     threshold = _dropped_levels(dropout) - _LEVELS // 2
-    for start in range(0, len(bits), _CHUNK_BYTES):
-        part = bits[start : start + _CHUNK_BYTES]
-        words = torch.empty(2 * len(part), dtype=torch.int64).random_(-(2**63), None)
-        part.copy_(pack_bits(words.view(torch.int16) >= threshold))
+    stop = _CHUNK_BYTES if isinstance(bits, FakeTensor) else len(bits)  # what has no entries needs one chunk
+    with torch._C.DisableTorchFunction():  # whoever watches calls would pay for each chunk
+        for start in range(0, min(stop, len(bits)), _CHUNK_BYTES):
+            part = bits[start : start + _CHUNK_BYTES]
+            words = torch.empty(2 * len(part), dtype=torch.int64, device="cpu").random_(-(2**63), None)
+            part.copy_(pack_bits(words.view(torch.int16) >= threshold))
     return bits.view(*rows, width)
 
 
@@ -59,14 +62,14 @@ def kept_factors(bits: Tensor, size: int, value: float, dtype: torch.dtype) -> T
     Shape:
         bits ``(..., ceil(size / 8))`` -> ``(..., size)``.
     """
-    return decode_bits(bits, torch.tensor(value, dtype=dtype))[..., :size]
+    return decode_bits(bits, torch.tensor(value, dtype=dtype, device=bits.device))[..., :size]
 
 
 def drop(x: Tensor, bits: Tensor, share: float) -> Tensor:
     """``x`` with zeros where it is not kept, and divided by ``share`` elsewhere.
 
     Shape:
-        x ``(..., n)``, bits ``(..., ceil(n / 8))`` -> ``(..., n)``, in the dtype of ``x``.
+        x of n entries, bits ``(ceil(n / 8),)`` -> as x, in its dtype.
     """
     if has_torch_function((x, bits)):  # whoever watches calls sees one
         return handle_torch_function(drop, (x, bits), x, bits, share)
@@ -78,11 +81,9 @@ class _Drop(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bits: Tensor, share: float) -> Tensor:
         ctx.share = share
         ctx.save_for_backward(bits)
-        if x.itemsize > 2:
-            return x * kept_factors(bits, x.shape[-1], 1 / share, x.dtype)
-        return (x * kept_factors(bits, x.shape[-1], 1, x.dtype)).mul_(
-            1 / share
-        )  # the factor is not rounded to 16 bits
+        value = 1 / share if x.itemsize > 2 else 1.0
+        y = x * kept_factors(bits, x.numel(), value, x.dtype).view(x.shape)
+        return y if x.itemsize > 2 else y.mul_(1 / share)  # a factor in 16 bits would be rounded
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -91,4 +92,4 @@ class _Drop(torch.autograd.Function):
 
 
 def _dropped_levels(dropout: float) -> int:
-    return round(dropout * _LEVELS)
+    return round(float(dropout) * _LEVELS)

@@ -8,13 +8,13 @@ from hf_comera.memory.call_kinds import (
     UNRECORDED,
     apply_mask,
     autocasts,
-    bias_of_mask,
     draws_in_attention,
     dropped_share,
     is_product,
     kind_of,
     weight_among,
 )
+from hf_comera.ops.kept_bits import drop
 
 X, WIDE, THIN = torch.randn(2, 3, 4), torch.randn(40, 4), torch.randn(8, 4)
 KINDS = [  # (function, tensors, other arguments, kind)
@@ -22,6 +22,7 @@ KINDS = [  # (function, tensors, other arguments, kind)
     pytest.param(torch.mul, [X, X], {}, "functions", id="mul"),
     pytest.param(torch.Tensor.mul, [X, X], {}, "functions", id="mul method"),
     pytest.param(torch.Tensor.__rsub__, [X], {"other": 1}, "functions", id="one minus"),
+    pytest.param(drop, [X, torch.zeros(3, dtype=torch.uint8)], {"share": 0.5}, "functions", id="drop"),
     pytest.param(torch.softmax, [X], {"dim": -1}, "functions", id="softmax"),
     pytest.param(torch.Tensor.to, [X], {"dtype": torch.bfloat16}, "functions", id="cast"),
     pytest.param(torch.add, [X, X], {}, "sums", id="residual sum"),
@@ -100,7 +101,6 @@ def test_draws_in_attention(args, kwargs, draws):
 
 def test_masks():
     mask = torch.tensor([True, False, True])
-    assert bias_of_mask(mask, torch.float32).tolist() == [0.0, -torch.inf, 0.0]
     x = torch.randn(3)
     expected = torch.where(mask, x / 0.75, 0.0)
     torch.testing.assert_close(apply_mask(x, mask, 0.75), expected)

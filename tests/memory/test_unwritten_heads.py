@@ -9,7 +9,7 @@ from hf_comera.modules.unwritten_heads import UnwrittenHeads
 from tests.architectures import ARCHITECTURES
 from tests.memory.policy_runs import EXACT, assert_same, error, run
 from tests.modules.attention_blocks import Attention, random_input
-from tests.modules.conftest import small_chunks  # noqa: F401
+from tests.modules.conftest import small_chunks, stand_ins  # noqa: F401
 
 BLOCKS = {
     "plain": {},

@@ -9,7 +9,7 @@ from hf_comera.modules.wide_hidden import WideHidden
 from tests.architectures import ARCHITECTURES
 from tests.memory.policy_runs import EXACT, Run, assert_same, error, run
 from tests.memory.test_session_models import RATES
-from tests.modules.conftest import small_chunks, uses  # noqa: F401
+from tests.modules.conftest import small_chunks, stand_ins, uses  # noqa: F401
 from tests.modules.feed_forward_blocks import Block, random_input
 
 BLOCKS = {

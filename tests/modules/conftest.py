@@ -22,12 +22,18 @@ def builds(monkeypatch):
 
 
 @pytest.fixture
-def small_chunks(monkeypatch):
+def stand_ins(monkeypatch):
+    """Layers of any size work together as large ones do."""
     monkeypatch.setattr(TTLinear, "_other_path", lambda self, x: None)  # so small a layer would be dense
     monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1)
     monkeypatch.setattr(unwritten_heads, "WORTH_CODES", 1)
-    monkeypatch.setattr(wide_code, "CHUNK_ENTRIES", 60)
     monkeypatch.setattr(kept_bits, "WORTH_BITS", 1)
+
+
+@pytest.fixture
+def small_chunks(stand_ins, monkeypatch):
+    """Besides, in more than one chunk."""
+    monkeypatch.setattr(wide_code, "CHUNK_ENTRIES", 60)
     monkeypatch.setattr(dropped_attention, "_CHUNK_SCORES", 40)
 
 

@@ -61,7 +61,6 @@ def test_nothing_is_dropped(call):
     [
         ({"p": 1.0}, torch.randn(5, 7)),
         ({"p": 0.3, "inplace": True}, torch.randn(5, 7)),
-        ({"p": 0.3}, torch.tensor(1.0)),
     ],
 )
 def test_elsewhere_it_is_torch(settings, x):
@@ -69,6 +68,22 @@ def test_elsewhere_it_is_torch(settings, x):
     expected = nn.Dropout(**settings)(x.clone())
     torch.manual_seed(0)
     assert torch.equal(FastDropout(**settings)(x.clone()), expected)
+
+
+def test_a_rate_in_a_tensor_and_another_default_device():
+    x, module = torch.ones(1000, 3), FastDropout(0.5)
+    module.p = torch.tensor(0.5)
+    with torch.device("meta"):
+        y = module(x)
+    assert set(y.unique().tolist()) == {0.0, 2.0}
+
+
+def test_integers_are_refused_as_torch_does():
+    x = torch.ones(5, 7, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="Float"):
+        nn.Dropout(0.5)(x)
+    with pytest.raises(RuntimeError, match="Float"):
+        FastDropout(0.5)(x)
 
 
 def test_compiled_it_is_torch():

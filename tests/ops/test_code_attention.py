@@ -94,6 +94,13 @@ def test_mean_over_draws_is_attention_without_dropout(which):
     torch.testing.assert_close(found.mean(0), wanted[0] if which != "float" else wanted.mean(0), atol=0.05, rtol=0.1)
 
 
+def test_a_mask_that_is_learned_gets_its_gradient_with_dropout_too(monkeypatch):
+    monkeypatch.setattr(kept_bits, "WORTH_BITS", 1)
+    mask = torch.randn(2, 1, 5, 6, dtype=torch.float64, requires_grad=True)
+    code = over_codes(problem((2, 5, 6, 3, 8, 4, 4, 4)), 3, mask=mask, dropout=0.4)[1]
+    assert torch.autograd.grad(code.sum(), mask)[0].any()
+
+
 def test_dropping_all_leaves_nothing():
     assert not over_codes(problem((2, 5, 6, 3, 8, 4, 4, 4)), 3, dropout=1.0)[1].any()
 

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_comera.ops import dropped_attention as module
-from hf_comera.ops.dropped_attention import dropped_attention
+from hf_comera.ops.dropped_attention import bias_of_mask, dropped_attention
 from hf_comera.ops.kept_bits import draw_kept, kept_factors
 
 SIZES = [  # (batch, tokens, tokens of keys, heads, rank)
@@ -39,6 +41,10 @@ def masks(sizes):
         "matrix": {"attn_mask": bias[0, 0] if batch else bias.new_zeros(tokens, key_tokens)},
         "minus infinity": {"attn_mask": torch.zeros(()).where(some, -torch.inf)},
         "causal": {"is_causal": True},
+        "causal padding": {"is_causal": True, "attn_mask": padding},
+        "causal bias": {"is_causal": True, "attn_mask": bias},
+        "one key for all": {"attn_mask": some[..., :1]},
+        "row": {"attn_mask": torch.rand(key_tokens) < 0.7},
     }
 
 
@@ -52,12 +58,12 @@ def drawn(sizes, share=0.625):
 def reference(query, key, value, attn_mask=None, *, kept, share, is_causal=False, scale):
     """The same by plain functions, as ``(B, T, H, R)``."""
     scores = scale * query.transpose(1, 2) @ key.unsqueeze(1).transpose(2, 3)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[2:], dtype=torch.bool).tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros((), dtype=scores.dtype).where(attn_mask, -torch.inf)
     if attn_mask is not None:
         scores = scores + attn_mask
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[2:], dtype=torch.bool).tril(), -torch.inf)
     shares = scores.softmax(-1).nan_to_num(0) if scores.isinf().any() else scores.softmax(-1)
     return ((shares * kept / share) @ value.unsqueeze(1)).transpose(1, 2)
 
@@ -73,8 +79,9 @@ def test_equals_attention_with_the_same_mask(sizes, which, chunk, monkeypatch):
     torch.testing.assert_close(ours, wanted)
     grad = torch.randn_like(ours)
     found = torch.autograd.grad(ours, parts, grad)
-    if "dead" not in which and "infinity" not in which:  # where plain functions give no gradient but NaN
-        torch.testing.assert_close(found, torch.autograd.grad(wanted, parts, grad))
+    expected = torch.autograd.grad(wanted, parts, grad)
+    if not any(each.isnan().any() for each in expected):  # as plain functions give for rows in which no score counts
+        torch.testing.assert_close(found, expected)
     assert all(one.isfinite().all() for one in found)
 
 
@@ -131,3 +138,51 @@ def test_whoever_watches_calls_sees_one():
     with Watch():
         dropped_attention(*parts, bits, share=0.625, scale=1.0)
     assert seen == [dropped_attention]
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_backward_under_autocast(create_graph):
+    parts, (bits, _), found = problem((2, 3, 5, 2, 4), torch.float32), drawn((2, 3, 5, 2, 4)), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = dropped_attention(*parts, bits, share=0.625, scale=1.0)
+            found.append((y, *torch.autograd.grad(y.square().sum(), parts, create_graph=create_graph)))
+    torch.testing.assert_close(*found)
+
+
+def test_another_default_device():
+    parts, (bits, _) = problem((2, 3, 5, 2, 4)), drawn((2, 3, 5, 2, 4))
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    with torch.device("meta"):
+        y = dropped_attention(*parts, bits, mask, share=0.625, is_causal=True, scale=1.0)
+    assert torch.autograd.grad(y.sum(), parts)[0].device == parts[0].device
+
+
+def test_bias_of_mask():
+    mask = torch.tensor([True, False, True])
+    assert bias_of_mask(mask, torch.float32).tolist() == [0.0, -torch.inf, 0.0]
+
+
+def test_a_mask_expanded_in_memory_is_not_written_out():
+    wide = torch.zeros(1, 1, 1, 5).expand(2, 3, 4, 5)
+    assert module._unexpanded(wide).shape == (1, 1, 1, 5)
+
+
+def test_estimates_do_not_pay_for_each_chunk(monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_SCORES", 1)
+    with FakeTensorMode():
+        parts = problem((64, 64, 64, 2, 4))
+        bits = draw_kept((64, 64, 2, 64), 0.5)
+        with CountOperations() as count:
+            dropped_attention(*parts, bits, share=0.5, scale=1.0).sum().backward()
+    assert count.total < 1000  # with 4096 chunks
+
+
+class CountOperations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.total += 1
+        return func(*args, **(kwargs or {}))

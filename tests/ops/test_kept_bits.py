@@ -41,41 +41,41 @@ def test_draws_what_the_generator_says_whatever_the_chunk(shape, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [(), *SHAPES])
 def test_keeps_and_scales(shape, dtype):
     x = torch.randn(shape, dtype=dtype, requires_grad=True)
-    bits = draw_kept(shape, 0.3)
-    kept = kept_factors(bits, shape[-1], True, torch.bool)
+    bits = draw_kept((x.numel(),), 0.3)
+    kept = kept_factors(bits, x.numel(), True, torch.bool).view(shape).double()
     y, exact = drop(x, bits, 0.7), x.detach().double() * kept / 0.7
     assert y.dtype == dtype
     torch.testing.assert_close(y.double(), exact, rtol=torch.finfo(dtype).eps, atol=0)
     (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    torch.testing.assert_close(grad.double(), kept.double() / 0.7, rtol=torch.finfo(dtype).eps, atol=0)
+    torch.testing.assert_close(grad.double(), kept / 0.7, rtol=torch.finfo(dtype).eps, atol=0)
 
 
 def test_gradients_of_gradients():
     x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-    bits = draw_kept(x.shape, 0.3)
+    bits = draw_kept((x.numel(),), 0.3)
     assert torch.autograd.gradcheck(lambda x: drop(x, bits, 0.7), x)
     assert torch.autograd.gradgradcheck(lambda x: drop(x, bits, 0.7), x)
 
 
 def test_other_layouts():
     x = torch.randn(4, 6).T
-    bits = draw_kept(x.shape, 0.5)
+    bits = draw_kept((x.numel(),), 0.5)
     assert torch.equal(drop(x, bits, 0.5), drop(x.contiguous(), bits, 0.5))
 
 
 def test_saves_bits_only():
     x, saved = torch.randn(4, 64, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.nbytes) or tensor, lambda x: x):
-        drop(x, draw_kept(x.shape, 0.5), 0.5)
+        drop(x, draw_kept((x.numel(),), 0.5), 0.5)
     assert saved == [4 * 64 // 8]
 
 
 def test_whoever_watches_calls_sees_one():
     x, seen = torch.randn(4, 6), []
-    bits = draw_kept(x.shape, 0.5)
+    bits = draw_kept((x.numel(),), 0.5)
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -90,7 +90,7 @@ def test_whoever_watches_calls_sees_one():
 def test_fake_tensors():
     with FakeTensorMode():
         x = torch.randn(4, 33, requires_grad=True)
-        y = drop(x, draw_kept(x.shape, 0.5), 0.5)
+        y = drop(x, draw_kept((x.numel(),), 0.5), 0.5)
         y.sum().backward()
     assert y.shape == x.grad.shape == (4, 33)
 
@@ -99,6 +99,28 @@ def test_fake_tensors():
     ("dropout", "expected"), [(0.0, False), (1e-6, False), (1e-4, True), (0.9, True), (1.0, False)]
 )
 def test_where_it_serves(dropout, expected):
-    assert serves(torch.zeros(WORTH_BITS), dropout) == expected
-    assert not serves(torch.zeros(WORTH_BITS - 1), dropout)
-    assert not serves(torch.zeros(WORTH_BITS, device="meta"), dropout)
+    cpu = torch.device("cpu")
+    assert serves(cpu, WORTH_BITS, dropout) == expected
+    assert not serves(cpu, WORTH_BITS - 1, dropout)
+    assert not serves(torch.device("cuda"), WORTH_BITS, dropout)
+
+
+def test_another_default_device():
+    x = torch.randn(4, 9)
+    with torch.device("meta"):
+        y = drop(x, draw_kept((36,), 0.5), 0.5)
+    assert y.device == x.device
+
+
+def test_under_a_function_mode_draws_are_not_watched(monkeypatch):
+    monkeypatch.setattr(kept_bits, "_CHUNK_BYTES", 1)
+    seen = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        draw_kept((800,), 0.5)
+    assert len(seen) < 10
