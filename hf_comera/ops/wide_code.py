@@ -81,7 +81,7 @@ class _WideCode(torch.autograd.Function):
             return wide_code_kernels.wide_code(inputs, form, masks, left)
         code_TR = left.new_empty(inputs[0].code.shape[0], left.shape[0])
         with without_autocast(left):
-            for chunk in _chunks(code_TR.shape[0], left.shape[1]):
+            for chunk in _chunks(code_TR, left.shape[1]):
                 hidden = pointwise([part.rows(chunk) for part in inputs], [mask[chunk] for mask in masks])
                 torch.mm(hidden.to(left.dtype), left.T, out=code_TR[chunk])
         return code_TR
@@ -125,7 +125,7 @@ class _Backward:
 
     def run(self, dcode_TR: Tensor) -> list[Tensor | None]:
         """Gradients of ``left``, then of code, right and bias of each input."""
-        for chunk in _chunks(dcode_TR.shape[0], self.left.shape[1]):
+        for chunk in _chunks(dcode_TR, self.left.shape[1]):
             self._add_chunk(chunk, dcode_TR[chunk])
         found: list[Tensor | None] = [self.dleft.to(self.left.dtype)]
         for part, dcode, dright, dbias in zip(self.inputs, self.dcodes, self.drights, self.dbiases, strict=True):
@@ -170,7 +170,9 @@ def _group(num_inputs: int, tensors: Sequence[Any]) -> tuple[list[WideInput], li
     return parts, list(tensors[3 * num_inputs :])
 
 
-def _chunks(num_rows: int, hidden: int) -> Iterator[slice]:
+def _chunks(code_TR: Tensor, hidden: int) -> Iterator[slice]:
+    """Rows that are computed at a time; of a tensor without entries only the first."""
     step = max(1, CHUNK_ENTRIES // hidden)
-    for start in range(0, num_rows, step):
+    stop = min(step, len(code_TR)) if isinstance(code_TR, FakeTensor) else len(code_TR)
+    for start in range(0, stop, step):
         yield slice(start, start + step)
