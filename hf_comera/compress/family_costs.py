@@ -96,7 +96,7 @@ def linear_cost(
 
 def _together(layer: TTLinear, rows: int, dtype: torch.dtype) -> str:
     """What the layer does together with others on the two-sided path."""
-    joined = "joined" if layer.joined is not None and layer.joined.enabled else ""
+    joined = "joined" if layer.has_siblings and layer.joined is not None and layer.joined.enabled else ""
     return ", ".join(filter(None, (joined, _unwritten(layer, rows, dtype))))
 
 

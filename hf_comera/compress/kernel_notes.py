@@ -38,7 +38,7 @@ def _about_halves(layers: list[tuple[str, TTLinear]], dtype: torch.dtype) -> Ite
     if len(refused) < len(layers):
         yield f"CUDA kernels make the halves of {len(layers) - len(refused)} layers in one call, and their gradients."
     yield from _left_to_torch("Halves", refused)
-    alone = sum(layer.joined is None for _, layer in layers)
+    alone = sum(not layer.has_siblings for _, layer in layers)
     if layers:
         yield (
             f"CUDA kernels make both products of a layer in one call for up to {alone} layers; the other "

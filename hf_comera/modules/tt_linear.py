@@ -143,13 +143,18 @@ class TTLinear(TensorTrainModule):
 
     def _in_one_call(self, x: Tensor) -> bool:
         """Whether both products are one call of a kernel: for a plain tensor on a GPU, of no concern to siblings."""
-        return x.is_cuda and not isinstance(x, Unwritten) and self.joined is None and kernels_are_wanted()
+        return x.is_cuda and not isinstance(x, Unwritten) and not self.has_siblings and kernels_are_wanted()
 
     def _code_heads(self, x: Tensor) -> int | None:
         """Heads of the attention that takes the code as it is; None if there is none, or the output is small."""
         if self.joined is None or x.ndim != 3 or x.device.type != "cpu" or not can_stand_in(x):
             return None
         return self.joined.num_code_heads if is_worth_codes(x.shape[0] * x.shape[1], self.out_features) else None
+
+    @property
+    def has_siblings(self) -> bool:
+        """Whether other layers may share the product into the rank space with this one."""
+        return self.joined is not None and self.joined.num_members > 1
 
     @property
     def middle_rank(self) -> int:

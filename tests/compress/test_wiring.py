@@ -79,7 +79,7 @@ def test_layers_together_compute_what_they_compute_alone(name, monkeypatch):
         monkeypatch.setattr(WideHidden, method, record)
     model = get_comera_model(auto_class, ComeraConfig(rank=4), config=copy.deepcopy(config)).double().eval()
     layers = [module for module in model.modules() if isinstance(module, TTLinear)]
-    groups = {id(layer.joined): layer.joined for layer in layers if layer.joined is not None}
+    groups = {id(layer.joined): layer.joined for layer in layers if layer.has_siblings}
     inputs = inputs_of(config)
     together = loss_and_gradients(model, inputs)
     assert len({id(layer.halves_bank) for layer in layers}) == 1
