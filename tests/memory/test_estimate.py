@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForSequenceClassification, CLIPConfig, CLIPModel
 
 from hf_comera import (
@@ -26,6 +25,7 @@ from hf_comera.memory import SavedBytes
 from hf_comera.memory.estimate import activation_bytes_by_megatron
 from tests.architectures import ARCHITECTURES, every_architecture
 from tests.modules.conftest import small_chunks, stand_ins  # noqa: F401
+from tests.operation_count import CountOperations
 
 WORKER = Path(__file__).with_name("step_worker.py")
 SMALL = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 1024}
@@ -221,13 +221,3 @@ def test_a_long_batch_is_estimated_as_fast_as_a_short_one():
             estimate_memory(model, batch_size=4, seq_len=seq_len, policies=["keep"])
         counts.append(count.total)
     assert 0 < counts[1] < 1.1 * counts[0]
-
-
-class CountOperations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.total += 1
-        return func(*args, **(kwargs or {}))

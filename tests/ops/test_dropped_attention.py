@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_comera.ops import dropped_attention as module
 from hf_comera.ops.dropped_attention import bias_of_mask, dropped_attention
 from hf_comera.ops.kept_bits import draw_kept, kept_factors
+from tests.operation_count import CountOperations
 
 SIZES = [  # (batch, tokens, tokens of keys, heads, rank)
     pytest.param((3, 5, 5, 2, 4), id="square"),
@@ -176,13 +176,3 @@ def test_estimates_do_not_pay_for_each_chunk(monkeypatch):
         with CountOperations() as count:
             dropped_attention(*parts, bits, share=0.5, scale=1.0).sum().backward()
     assert count.total < 1000  # with 4096 chunks
-
-
-class CountOperations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.total += 1
-        return func(*args, **(kwargs or {}))
