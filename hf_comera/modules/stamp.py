@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -112,8 +113,8 @@ class _Probe:
         if tensor.device.type != "cpu" or not tensor.numel():
             return
         self.kind = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}[tensor.itemsize]
-        places = {index * (tensor.numel() - 1) // (_PROBES - 1) for index in range(_PROBES)}
-        self.addresses = [tensor.data_ptr() + _offset(tensor, place) * tensor.itemsize for place in sorted(places)]
+        start, size = tensor.data_ptr(), tensor.itemsize
+        self.addresses = [start + offset * size for offset in _offsets(tensor.shape, tensor.stride())]
         self.values = self._read()
 
     def _read(self) -> list[int]:
@@ -124,12 +125,20 @@ class _Probe:
         return not self.addresses or self._read() == self.values
 
 
-def _offset(tensor: Tensor, place: int) -> int:
-    """Where entry number ``place`` lies, in entries from the first."""
+@lru_cache(maxsize=256)
+def _offsets(shape: torch.Size, stride: tuple[int, ...]) -> list[int]:
+    """Where the entries to compare lie, in entries from the first."""
+    last = shape.numel() - 1
+    places = sorted({index * last // (_PROBES - 1) for index in range(_PROBES)})
+    return [_offset(shape, stride, place) for place in places]
+
+
+def _offset(shape: torch.Size, stride: tuple[int, ...], place: int) -> int:
+    """Where entry number ``place`` lies."""
     offset = 0
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
         place, index = divmod(place, size)
-        offset += index * stride
+        offset += index * step
     return offset
 
 
