@@ -21,7 +21,7 @@ from hf_comera.modules.wide_expression import Call, Leaf, Pointwise, form_of, ke
 from hf_comera.ops import kept_bits
 from hf_comera.ops.gradients import gradients_of
 from hf_comera.ops.tt_linear import from_code
-from hf_comera.ops.wide_code import CHUNK_ENTRIES, takes_kernel, takes_kernels_like, wide_code
+from hf_comera.ops.wide_code import takes_kernel, takes_kernels_like, wide_code
 from hf_comera.ops.wide_input import WideForm, WideInput
 
 __all__ = ["WideHidden", "is_wide_enough", "pays"]
@@ -37,20 +37,23 @@ _POINTWISE = {
 }
 """From tensors of one shape, and numbers, to a tensor of that shape, entry by entry."""
 
+# Entries of a hidden layer from which on it is not whole in memory.
+WORTH_CHUNKS = 1 << 20
+
 
 def pays(x: Tensor, left: Tensor, out_features: int) -> bool:
     """Whether a hidden layer of ``out_features`` for the rows of ``x`` is worth a stand-in.
 
-    It is where the hidden layer does not fit into a processor's cache; on a GPU, where besides kernels are switched on
-    that take a layer with such a ``left`` half.
+    It is where the hidden layer is large; on a GPU, where besides kernels are switched on that take a layer with such
+    a ``left`` half.
     """
     wide = is_wide_enough(x.numel() // max(1, x.shape[-1]), out_features)
     return wide and (x.device.type == "cpu" or takes_kernels_like(left)) and can_stand_in(x)
 
 
 def is_wide_enough(rows: int, out_features: int) -> bool:
-    """Whether ``rows`` rows of a hidden layer are more than a cache holds."""
-    return rows * out_features >= 2 * CHUNK_ENTRIES
+    """Whether ``rows`` rows of a hidden layer are too many to be made whole."""
+    return rows * out_features >= WORTH_CHUNKS
 
 
 class _Hidden:

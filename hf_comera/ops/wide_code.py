@@ -24,10 +24,10 @@ from hf_comera.ops.precision import without_autocast
 from hf_comera.ops.wide_code_kernels import wide_code_refusal, wide_operand_refusal
 from hf_comera.ops.wide_input import WideForm, WideInput
 
-__all__ = ["CHUNK_ENTRIES", "takes_kernel", "takes_kernels_like", "wide_code"]
+__all__ = ["takes_kernel", "takes_kernels_like", "wide_code"]
 
-# Entries of the hidden layer at a time: small enough for the cache of a core, large enough for full-speed products.
-CHUNK_ENTRIES = 1 << 19
+# Entries of the hidden layer at a time: few enough for the cache that cores share, enough for full-speed products.
+CHUNK_ENTRIES = 1 << 20
 
 Pointwise = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_comera import ComeraConfig, explain, get_comera_model
 from hf_comera.compress.explain import WIDTH
 from hf_comera.modules import TTLinear, TTMEmbedding, unwritten_heads, wide_hidden
+from hf_comera.modules.fast_dropout import FastDropout
 from hf_comera.ops import kernel_switch
 from hf_comera.tt.machine import CPU_THREAD, H200
 from tests.architectures import ARCHITECTURES
@@ -169,7 +170,7 @@ def test_what_layers_do_together_is_told(monkeypatch):
     paths = {row.label: row.extra for row in explain(model, 2, 9, machine=CPU_THREAD).rows}
     assert paths["self.query, self.key, self.value"] == "joined"
     assert paths["intermediate.dense"] == ""
-    monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1)
+    monkeypatch.setattr(wide_hidden, "WORTH_CHUNKS", 1)
     monkeypatch.setattr(unwritten_heads, "WORTH_CODES", 1)
     wide = {row.label: row.extra for row in explain(model, 2, 9, machine=CPU_THREAD).rows}
     assert wide["intermediate.dense"] == "hidden in chunks"
@@ -199,9 +200,22 @@ def test_why_attention_does_not_take_codes_is_told():
 
 
 def test_hidden_layers_that_kernels_take_are_told(monkeypatch):
-    monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1)
+    monkeypatch.setattr(wide_hidden, "WORTH_CHUNKS", 1)
     monkeypatch.setattr(kernel_switch, "KERNEL_DEVICES", ("cpu",))
     monkeypatch.setattr(kernel_switch, "_wanted", True)
     explanation = explain(compressed("bert-mlm"), 2, 9, machine=CPU_THREAD)
     assert {row.label: row.extra for row in explanation.rows}["intermediate.dense"] == "hidden in a kernel"
     assert "gelu_tanh, relu, gated or not" in " ".join(explanation.notes)
+
+
+def test_how_dropout_draws_is_told():
+    model = compressed("bert-mlm")
+    count = sum(type(module) is FastDropout for module in model.modules())
+    assert count > 0
+    assert f"Training, {count} dropouts draw four entries at a time" in notes(model)
+    next(module for module in model.modules() if type(module) is FastDropout).__class__ = nn.Dropout
+    assert "1 dropouts draw one entry at a time, in one thread" in notes(model)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    assert "dropouts" not in notes(model)

@@ -70,7 +70,7 @@ def loss_and_gradients(model, inputs):
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_together_compute_what_they_compute_alone(name, monkeypatch):
     auto_class, config, num_groups, num_saved, num_blocks = MODELS[name]
-    monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1)
+    monkeypatch.setattr(wide_hidden, "WORTH_CHUNKS", 1)
     monkeypatch.setattr(wide_code, "CHUNK_ENTRIES", 5 * 64)
     uses = []
     for method in ("code", "real"):

@@ -40,7 +40,7 @@ def calls(kernels, monkeypatch):
     """What the kernels were called for, on a CPU too."""
     seen = []
     monkeypatch.setattr(kernel_switch, "KERNEL_DEVICES", (kernels.type,))
-    monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1)
+    monkeypatch.setattr(wide_hidden, "WORTH_CHUNKS", 1)
     for name in ("wide_code", "wide_code_backward"):
         original = getattr(wide_code_kernels, name)
         monkeypatch.setattr(

@@ -25,7 +25,7 @@ def builds(monkeypatch):
 def stand_ins(monkeypatch):
     """Layers of any size work together as large ones do."""
     monkeypatch.setattr(TTLinear, "_other_path", lambda self, x: None)  # so small a layer would be dense
-    monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1)
+    monkeypatch.setattr(wide_hidden, "WORTH_CHUNKS", 1)
     monkeypatch.setattr(unwritten_heads, "WORTH_CODES", 1)
     monkeypatch.setattr(kept_bits, "WORTH_BITS", 1)
 

@@ -54,7 +54,7 @@ def test_dropout_drops_the_share_it_should_and_forward_and_backward_agree(uses):
 
 
 def test_small_hidden_layers_are_tensors(monkeypatch):
-    monkeypatch.setattr(wide_hidden, "CHUNK_ENTRIES", 1000)
+    monkeypatch.setattr(wide_hidden, "WORTH_CHUNKS", 2000)
     assert type(Block().up(random_input())) is torch.Tensor
 
 
