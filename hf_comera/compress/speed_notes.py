@@ -10,6 +10,8 @@ from torch import nn
 from hf_comera.compress.family_costs import AS_CODES, IN_A_KERNEL, FamilyCost
 from hf_comera.compress.kernel_notes import kernel_notes
 from hf_comera.modules import TiedHead, TTLinear
+from hf_comera.modules.fast_dropout import FastDropout
+from hf_comera.ops.kept_bits import WORTH_BITS
 from hf_comera.ops.wide_code_kernels import MAX_RANK, WIDE_ACTIVATIONS
 from hf_comera.tt.machine import Machine
 
@@ -28,6 +30,7 @@ def speed_notes(
         *_about_the_dtype(device, dtype, machine),
         *_about_hidden_layers(rows),
         *_about_siblings(model, rows, device),
+        *_about_dropout(model, device),
         *_about_the_model(model, rows),
     )
 
@@ -103,6 +106,20 @@ def _about_hidden_layers(rows: Sequence[FamilyCost]) -> Iterator[str]:
         yield (
             f"A hidden layer stays in a kernel if its activation is {', '.join(WIDE_ACTIVATIONS)}, gated or not, and "
             f"the rank of the layer behind at most {MAX_RANK}; else it is written out."
+        )
+
+
+def _about_dropout(model: nn.Module, device: torch.device) -> Iterator[str]:
+    drawing = [module for module in model.modules() if isinstance(module, nn.Dropout) and 0 < module.p < 1]
+    fast = sum(isinstance(module, FastDropout) for module in drawing)
+    if fast and device.type == "cpu":
+        yield f"Training, {fast} dropouts draw four entries at a time where they have {WORTH_BITS:,} or more."
+    elif fast:
+        yield f"Training, {fast} dropouts are torch's: drawing several entries at a time is for a CPU."
+    if len(drawing) > fast and device.type == "cpu":
+        yield (
+            f"{len(drawing) - fast} dropouts draw one entry at a time, in one thread: they are of a class of their "
+            "own, or the model was not made by get_comera_model. nn.Dropout itself would be faster, or a rate of 0."
         )
 
 
