@@ -1,7 +1,8 @@
 """``explain``: what the layers of a compressed model cost against dense ones, and what stands in the way of speed."""
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
@@ -100,6 +101,8 @@ def explain(
             rows.append(linear_cost(names, module, batch_size * seq_len, training, machine, dtype))
         elif isinstance(module, TTMEmbedding):
             rows.append(embedding_cost(names, module, batch_size * seq_len, training))
+    times = Counter(name for row in rows for name in row.plain_names)
+    rows = [replace(row, has_namesakes=any(times[name] > 1 for name in row.plain_names)) for row in rows]
     return Explanation(
         rows=tuple(rows),
         notes=speed_notes(model, rows, device, dtype, machine),
@@ -123,8 +126,10 @@ def _families(model: nn.Module) -> list[tuple[tuple[str, ...], TensorTrainModule
     for name, module in model.named_modules():
         if isinstance(module, TensorTrainModule):
             sizes = (*module.weight_shape(), module.in_factors, module.out_factors, module.ranks)
-            together = (getattr(module, "joined", None) is not None, getattr(module, "is_wide", False))
-            key = (type(module), *sizes, module.rank_activation, getattr(module, "transposed", False), *together)
+            group = getattr(module, "joined", None)
+            together = None if group is None else (group.enabled, group.num_members, group.num_code_heads)
+            wired = (together, getattr(module, "is_wide", False), getattr(module, "transposed", False))
+            key = (type(module), *sizes, module.rank_activation, *wired)
             families.setdefault(key, ([], module))[0].append(name)
     return [(tuple(names), module) for names, module in families.values()]
 

@@ -20,6 +20,7 @@ __all__ = ["AS_CODES", "IN_A_KERNEL", "FamilyCost", "embedding_cost", "linear_co
 REMOVED = "removed"
 IN_A_KERNEL = "hidden in a kernel"
 AS_CODES = "attends as codes"
+SHOWN_NAMES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class FamilyCost:
     """A family of equal layers. Costs are those of one of them."""
 
     layers: tuple[str, ...]
+    has_namesakes: bool = False
+    """Whether layers of another family have the same names but for numbers."""
     in_size: int
     out_size: int
     in_factors: tuple[int, ...]
@@ -61,9 +64,18 @@ class FamilyCost:
 
     @property
     def label(self) -> str:
-        """The last two parts of the names, without numbers and repetitions."""
+        """The last two parts of the names, without numbers and repetitions; with namesakes the first names whole."""
+        if not self.has_namesakes:
+            short = dict.fromkeys(".".join(name.split(".")[-2:]) for name in self.plain_names)
+            return ", ".join(short) or self.layers[0]
+        more = self.count - SHOWN_NAMES
+        return ", ".join(self.layers[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+    @property
+    def plain_names(self) -> tuple[str, ...]:
+        """The names without numbers, each once."""
         plain = (re.sub(r"(^|\.)\d+(?=\.|$)", "", name).lstrip(".") for name in self.layers)
-        return ", ".join(dict.fromkeys(".".join(name.split(".")[-2:]) for name in plain)) or self.layers[0]
+        return tuple(dict.fromkeys(filter(None, plain)))
 
 
 def linear_cost(

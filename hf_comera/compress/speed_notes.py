@@ -1,6 +1,5 @@
 """Notes on what keeps a compressed model from being fast here, each with the reason and what to do."""
 
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -12,6 +11,7 @@ from hf_comera.compress.kernel_notes import kernel_notes
 from hf_comera.modules import TiedHead, TTLinear
 from hf_comera.modules.fast_dropout import FastDropout
 from hf_comera.ops.kept_bits import WORTH_BITS
+from hf_comera.ops.kernel_build import find_nvcc
 from hf_comera.ops.wide_code_kernels import MAX_RANK, WIDE_ACTIVATIONS
 from hf_comera.tt.machine import Machine
 
@@ -40,8 +40,8 @@ def _about_the_machine(device: torch.device) -> Iterator[str]:
         yield "No GPU: torch finds no CUDA device, so the model runs on the CPU."
     elif device.type != "cuda":
         yield f"A GPU is there, but the model is on {device.type!r}: model.to('cuda') moves it."
-    if shutil.which("nvcc") is None:
-        yield "No nvcc on the PATH: CUDA sources cannot be built, so operators run in plain torch."
+    if find_nvcc() is None:
+        yield "No nvcc found: CUDA sources cannot be built, so operators run in plain torch."
 
 
 def _about_the_dtype(device: torch.device, dtype: torch.dtype, machine: Machine) -> Iterator[str]:

@@ -120,11 +120,11 @@ def test_what_is_too_small_is_named():
 def test_notes_on_the_machine(monkeypatch):
     model = compressed("bert-mlm")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name, **options: None)
     assert "No GPU" in notes(model)
-    assert "No nvcc on the PATH" in notes(model)
+    assert "No nvcc found" in notes(model)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(shutil, "which", lambda name, **options: f"/usr/bin/{name}")
     assert "A GPU is there, but the model is on 'cpu'" in notes(model)
     assert "nvcc" not in notes(model)
 
@@ -219,3 +219,27 @@ def test_how_dropout_draws_is_told():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     assert "dropouts" not in notes(model)
+
+
+def test_layers_of_equal_names_and_unequal_ranks_are_told_apart():
+    model = compressed("bert-mlm")
+    layer = model.get_submodule("bert.encoder.layer.1.output.dense")
+    layer.load_cores(
+        [
+            core[..., :3] if place == 0 else core[:3] if place == 1 else core
+            for place, core in enumerate(core.detach() for core in layer.cores())
+        ]
+    )
+    labels = [row.label for row in explain(model, 2, 9, machine=CPU_THREAD).rows]
+    assert len(set(labels)) == len(labels)
+    assert {"bert.encoder.layer.0.output.dense", "bert.encoder.layer.1.output.dense"} <= set(labels)
+    assert "intermediate.dense" in labels
+
+
+def test_layers_whose_siblings_are_no_longer_joined_have_a_row_of_their_own():
+    model = compressed("bert-mlm")
+    model.get_submodule("bert.encoder.layer.1.attention.self.query").joined.num_wasted = 1
+    found = {row.label: row.extra for row in explain(model.eval(), 2, 9, machine=CPU_THREAD).rows}
+    queries = {label: extra for label, extra in found.items() if "self.query" in label}
+    assert [("layer.1." in label, extra) for label, extra in queries.items()] == [(False, "joined"), (True, "")]
+    assert any(label.endswith(" and 1 more") for label in queries)
