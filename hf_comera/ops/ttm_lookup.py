@@ -87,7 +87,7 @@ def look_up_in_tables(
         else:
             part.copy_(torch.bmm(left, right).flatten(1)[:, :embedding_dim])
     rows_UE = rows_UE.to(dtype)
-    return (rows_UE if place is None else rows_UE[place]).view(*ids.shape, embedding_dim)
+    return (rows_UE if place is None else rows_UE.index_select(0, place)).view(*ids.shape, embedding_dim)
 
 
 @_ttm_lookup.register_fake
@@ -109,7 +109,7 @@ def _ttm_lookup_backward(
     if place is not None:
         drows_UE = _summed_by_row(drows_UE, place, unique_U.numel())
     if padding_idx is not None:
-        drows_UE = drows_UE.masked_fill((unique_U == padding_idx)[:, None], 0.0)
+        drows_UE = _without_row(drows_UE, unique_U == padding_idx)
     dleft, dright = _table_gradients(tables, unique_U, drows_UE)
     return half_tables_backward(tables, dleft, dright, cores)
 
@@ -177,6 +177,13 @@ def _summed_by_row(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     )
 
 
+def _without_row(values: Tensor, is_row: Tensor) -> Tensor:
+    """``values`` with zeros where ``is_row``; where shapes may depend on values, in place and without a pass over all."""
+    if _needs_static_shapes(values):
+        return values.masked_fill(is_row[:, None], 0.0)
+    return values.index_fill_(0, is_row.nonzero()[:, 0], 0.0)
+
+
 def _add_by_row(table: Tensor, rows: Tensor, values: Tensor) -> None:
     if _needs_static_shapes(rows):
         table += _summed_by_row(values, rows, table.shape[0])
@@ -194,7 +201,8 @@ def _gathered(tables: HalfTables, unique_U: Tensor) -> Iterator[tuple[int, Tenso
     """``(start, left (u, H, R), right (u, R, K))`` for one chunk of distinct ids after the other."""
     for start in range(0, unique_U.numel(), ROWS_PER_CHUNK):
         row, column = _coordinates(tables, unique_U[start : start + ROWS_PER_CHUNK])
-        yield start, tables.left[row], tables.right[column]
+        # on a CPU several times as fast as brackets
+        yield start, tables.left.index_select(0, row), tables.right.index_select(0, column)
 
 
 def check_ids(ids: Tensor, num_embeddings: int) -> None:
