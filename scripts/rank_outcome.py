@@ -6,10 +6,15 @@ from rich.console import Console
 from rich.table import Table
 
 from train_loop import Run
-from training_size import training_bytes
+from training_size import bytes_by_kind
 
 PART = 10
 """First and last steps are compared by this part of all."""
+BYTES = {
+    "weights": ("weights",),
+    "weights, gradients, optimizer state": ("weights", "gradients", "optimizer"),
+    "checkpoint of the training": ("weights", "optimizer"),
+}
 
 
 def show_ranks(run: Run, console: Console) -> None:
@@ -37,12 +42,12 @@ def _savings(run: Run) -> Table:
     for parameter in run.model.parameters():  # as they were when the first figure was taken
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = parameter.detach().new_zeros(parameter.shape)
-    last_bytes = training_bytes(run.model, [run.optimizer])
+    last_bytes = bytes_by_kind(run.model, [run.optimizer])._asdict()
     run.optimizer.zero_grad()
     table = Table("", "before", "after", title="What was saved", title_justify="left")
     table.add_row("parameters", *(f"{size:,}" for size in (sizes[0], sizes[-1])))
-    table.add_row(
-        "weights, gradients, optimizer state", *(f"{b / 1e6:,.2f} MB" for b in (history.first_bytes, last_bytes))
-    )
+    for what, kinds in BYTES.items():
+        sums = (sum(of_kind[kind] for kind in kinds) for of_kind in (history.first_bytes, last_bytes))
+        table.add_row(what, *(f"{num_bytes / 1e6:,.2f} MB" for num_bytes in sums))
     table.add_row("seconds a step (median)", *(f"{value:.4f}" for value in seconds))
     return table

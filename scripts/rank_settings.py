@@ -76,7 +76,7 @@ def _settings(settings: RankSettings, parameters: int | None) -> RankAdaptation:
 
 
 def _steps(length: float) -> int | float:
-    return int(length) if length > 1 else length
+    return int(length) if length > 1 and length == int(length) else length  # 1.5 is refused, as in the library
 
 
 def describe_ranks(settings: RankSettings) -> str:

@@ -19,7 +19,7 @@ from hf_comera import RankAdapter
 from interrupt import Interrupt
 from loop_settings import LoopSettings
 from run_checkpoint import save_checkpoint
-from training_size import training_bytes
+from training_size import bytes_by_kind
 
 Batch = dict[str, Tensor]
 
@@ -46,8 +46,8 @@ class History:
     """Time spent on steps alone."""
     step_seconds: list[float] = field(default_factory=list)
     """The same, step by step."""
-    first_bytes: int = 0
-    """Weights, gradients and optimizer state after the first step."""
+    first_bytes: dict[str, int] = field(default_factory=dict)
+    """Of weights, gradients and optimizer state after the first step."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -166,7 +166,7 @@ def optimizer_step(run: Run, batches: Iterator[Batch]) -> None:
         run.adapter.after_step()
     run.scheduler.step()
     if not run.step:
-        run.history.first_bytes = training_bytes(run.model, [run.optimizer])
+        run.history.first_bytes = bytes_by_kind(run.model, [run.optimizer])._asdict()
     run.optimizer.zero_grad()
     loss_sum, num_tokens = sums.tolist()
     run.history.losses.append(loss_sum / accelerator.num_processes)
@@ -209,5 +209,6 @@ def _show(bar: tqdm, run: Run) -> None:
         shown = {"loss": f"{figures['loss']:.3f}", **shown, "tokens/s": f"{figures['tokens_per_s']:,.0f}"}
     if run.adapter:
         ranks = run.adapter.logs()
-        shown |= {"ranks": f"{ranks['live_ranks']:.0f}", "parameters": f"{ranks['parameters']:,.0f}"}
+        shown |= {"stage": run.adapter.stage, "ranks": f"{ranks['live_ranks']:.0f}"}
+        shown |= {"parameters": f"{ranks['parameters']:,.0f}", "size": f"{ranks.get('relaxed_size', 1.0):.3f}"}
     bar.set_postfix(shown, refresh=False)

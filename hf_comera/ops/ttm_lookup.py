@@ -178,7 +178,7 @@ def _summed_by_row(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
 
 
 def _without_row(values: Tensor, is_row: Tensor) -> Tensor:
-    """``values`` with zeros where ``is_row``; where shapes may depend on values, in place and without a pass over all."""
+    """``values`` with zeros where ``is_row``; in place, without a pass over all, where shapes may depend on values."""
     if _needs_static_shapes(values):
         return values.masked_fill(is_row[:, None], 0.0)
     return values.index_fill_(0, is_row.nonzero()[:, 0], 0.0)

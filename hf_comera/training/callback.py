@@ -80,6 +80,8 @@ class ComeraCallback(TrainerCallback, ExportableState):
         if state.global_step > 0:
             self.adapter.load_state_dict(self._stored(state))
         if self.wrapped_model is None:
+            if self._hook is not None:  # of a training that an error ended
+                self._hook.remove()
             self._hook = model.register_forward_hook(self._read_loss, with_kwargs=True)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -106,7 +108,8 @@ class ComeraCallback(TrainerCallback, ExportableState):
     ) -> None:
         """Add the figures of the ranks to every record of the training loss, where the Trainer is not ours.
 
-        Trackers that were there before this callback do not see them.
+        Trackers that were there before this callback do not see them: those of ``report_to``, unless this one is
+        moved to the front (``docs/ranks.md``).
         """
         if self.adapter is not None and logs is not None and "loss" in logs and "live_ranks" not in logs:
             figures = self.adapter.logs()
@@ -139,8 +142,8 @@ class ComeraCallback(TrainerCallback, ExportableState):
     def _check(self, args: TrainingArguments) -> None:
         if args.n_gpu > 1:
             raise ValueError(
-                f"One process would spread the batch over {args.n_gpu} GPUs (DataParallel), whose copies of the model "
-                "have no gates of their own. Start one process a GPU: accelerate launch or torchrun."
+                f"One process would spread the batch over {args.n_gpu} GPUs (DataParallel), where the loss of a step "
+                "comes in parts. Start one process a GPU: accelerate launch or torchrun."
             )
         if self.wrapped_model is None and args.world_size > 1:
             raise ValueError(

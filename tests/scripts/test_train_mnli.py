@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -173,10 +174,18 @@ def test_best_model_of_the_checkpoint_comes_back_with_it(arguments, tmp_path):
 
 def test_ranks_are_trained_and_resumed_across_cuts(arguments, tmp_path, monkeypatch, capsys):
     arguments = [*arguments, "--target_core_ratio", "0.4", "--eval_steps", "2"]
-    assert train_mnli.main([*changed(arguments, "output_dir", tmp_path / "whole")]) == 0
+    shown, tracked = [], []
+    with monkeypatch.context() as patch:
+        patch.setattr("train_loop.tqdm.set_postfix", lambda bar, names, **options: shown.append(names))
+        patch.setattr("accelerate.Accelerator.log", lambda accelerator, names, **options: tracked.append(names))
+        assert train_mnli.main([*changed(arguments, "output_dir", tmp_path / "whole")]) == 0
+    assert {"loss", "held-out", "stage", "ranks", "parameters", "size"} <= shown[-1].keys()
+    figures = {"loss", "smoothed_loss", "rank_stage", "live_ranks", "parameters", "relaxed_size"}
+    assert any(figures <= names.keys() for names in tracked)
     printed = capsys.readouterr().out
-    assert "What was saved" in printed
-    assert "removed" in printed or "after" in printed
+    for what in ("parameters", "weights", "weights, gradients, optimizer state", "checkpoint of the training"):
+        before, after = re.search(rf"│ {what} +│ +([\d,.]+)(?: MB)? +│ +([\d,.]+)", printed).groups()
+        assert float(after.replace(",", "")) < float(before.replace(",", "")), what
     with monkeypatch.context() as patch:
         interrupt_after(patch, 4)  # of eight: the size is falling
         assert train_mnli.main(arguments) == 130
@@ -203,6 +212,7 @@ def test_ranks_are_trained_and_resumed_across_cuts(arguments, tmp_path, monkeypa
         (["--target_ratio", "0"], "target_ratio=0.0 is the wanted part of the dense parameters"),
         (["--target_parameters", "10"], "target_parameters=10 asks for 10 parameters, but"),
         (["--adapt_ranks", "--early_stage", "7", "--late_stage", "7"], "early=7 and late=7 are 7 and 7 steps"),
+        (["--adapt_ranks", "--early_stage", "1.5"], "early=1.5 is a float and so a part of the training"),
     ],
 )
 def test_ranks_that_cannot_be_had_are_refused(arguments, options, message):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_comera import (
     ComeraCallback,
@@ -56,15 +56,19 @@ def trained(folder, resume=None, rank_adaptation=None, **settings):
     return trainer
 
 
-def plainly_trained(folder, callbacks=None, model=None, **settings):
+def plain_trainer(folder, callbacks=None, model=None, **settings):
     """The Trainer of Transformers with our callback."""
     model = compressed() if model is None else model
     callbacks = [ComeraCallback(adaptation())] if callbacks is None else callbacks
     add_rank_gates(model)
-    trainer = Trainer(
+    return Trainer(
         model=model, args=arguments(folder, **settings), train_dataset=examples(), callbacks=callbacks,
         optimizer_cls_and_kwargs=(TTMuon, {"model": model, "lr": 1e-3}),
     )  # fmt: skip
+
+
+def plainly_trained(folder, *arguments, **settings):
+    trainer = plain_trainer(folder, *arguments, **settings)
     trainer.train()
     return trainer
 
@@ -103,6 +107,45 @@ def test_resuming_across_cuts_is_exact(step, restore, tmp_path):
 def test_a_plain_trainer_with_the_callback_does_the_same(settings, tmp_path):
     ours = trained(tmp_path / "ours", **settings)
     assert same(ours.model, plainly_trained(tmp_path / "plain", **settings).model)
+
+
+def test_with_a_plain_trainer_logs_have_the_ranks_and_trackers_behind_it_too(tmp_path):
+    seen = {"before": [], "behind": []}
+
+    class Tracker(TrainerCallback):
+        def __init__(self, place):
+            self.place = place
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen[self.place].append("live_ranks" in logs)
+
+    class Behind(Tracker):
+        pass
+
+    callbacks = [Tracker("before"), ComeraCallback(adaptation()), Behind("behind")]
+    trainer = plainly_trained(tmp_path, callbacks)
+    assert all("live_ranks" in log for log in trainer.state.log_history if "loss" in log)
+    assert not any(seen["before"])
+    assert sum(seen["behind"]) == trainer.state.max_steps
+    trainer.callback_handler.callbacks.insert(0, trainer.pop_callback(ComeraCallback))
+    assert isinstance(trainer.callback_handler.callbacks[0], ComeraCallback)
+
+
+def test_a_training_that_an_error_ended_leaves_no_second_hook(tmp_path):
+    hooks = []
+
+    class Breaks(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            hooks.append(len(model._forward_hooks))
+            if len(hooks) == 1:
+                raise RuntimeError("out of luck")
+
+    trainer = plain_trainer(tmp_path, [ComeraCallback(adaptation()), Breaks()])
+    with pytest.raises(RuntimeError, match="out of luck"):
+        trainer.train()
+    trainer.train()
+    assert set(hooks) == {1}
+    assert not trainer.model._forward_hooks
 
 
 def test_a_saved_callback_is_rebuilt_from_its_state():
