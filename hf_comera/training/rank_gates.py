@@ -53,7 +53,7 @@ def add_rank_gates(model: nn.Module) -> None:
 
 
 def check_gates(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a model without gates, and an optimizer that lacks or decays them.
+    """Refuse a model without gates, and an optimizer that lacks them, decays them or has several rates for them.
 
     Raises:
         ValueError: If one of these is the case.
@@ -66,6 +66,7 @@ def check_gates(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
     check_whole(tensor_train_modules(model))
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    rates: dict[float, str] = {}
     for name, module in layers.items():
         for place, gate in enumerate(module.rank_gates()):
             if gate.device.type == "mps":
@@ -81,6 +82,13 @@ def check_gates(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     f"The optimizer decays {name}.rank_gate_{place} (weight_decay={group['weight_decay']}), which "
                     "removes ranks for no reason. Use TTMuon(model) or AdamW(comera_param_groups(model, lr=1e-3))."
                 )
+            rates.setdefault(float(group["lr"]), f"{name}.rank_gate_{place}")
+    if len(rates) > 1:
+        found = ", ".join(f"{name} {rate:g}" for rate, name in rates.items())
+        raise ValueError(
+            f"Rank gates have several learning rates ({found}), but sizes are weighed against each other at one. Put "
+            "all gates into one parameter group, as TTMuon(model) and comera_param_groups(model, lr=1e-3) do."
+        )
 
 
 def gate_rate(optimizer: torch.optim.Optimizer, gate: torch.Tensor) -> float:

@@ -104,6 +104,14 @@ def test_optimizers_made_after_the_gates_pass(make):
         ),
         pytest.param(
             small_model(),
+            lambda model: SGD(
+                [{"params": [*part.parameters()], "lr": lr} for part, lr in zip(model, (1.0, 0.5), strict=False)]
+            ),
+            r"several learning rates \(0\.rank_gate_0 1, 1\.rank_gate_0 0\.5\)",
+            id="several-rates",
+        ),
+        pytest.param(
+            small_model(),
             lambda model: AdamW(model.parameters(), weight_decay=0.01),
             r"decays 0\.rank_gate_0 \(weight_decay=0\.01\)",
             id="decayed",
