@@ -25,6 +25,8 @@ from interleaved_timing import (
     saved_for_backward,
     time_interleaved,
 )
+from own_process import in_own_process
+from training_size import training_peak
 
 DESCRIPTION = """\
 Forward and backward (gradients of the input and of all parameters) of a
@@ -36,7 +38,7 @@ gradient back: a model does that once a step for all of its layers together, a
 layer alone pays all of it.
 
 Before anything is timed, both layers must give equal outputs and input gradients.
-Saved bytes leave out the input.
+Saved and peak bytes leave out the input.
 """
 HALVES_GIVEN = "halves given"
 PROMISED_ROWS = 4096
@@ -74,16 +76,15 @@ def main() -> None:
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    comparisons = [compare(shape, args.dtype, args.rows, args.rounds) for shape in SHAPES]
+    comparisons = [compare(shape, args.dtype, args.rows, args.rounds, args.threads) for shape in SHAPES]
     title = f"Linear layer, forward + backward, {args.rows} rows, {args.dtype}"
     report(title, comparisons, save_as=None if args.no_save else "bench_linear")
 
 
-def compare(shape: Shape, dtype: str, rows: int, rounds: int) -> Comparison:
+def compare(shape: Shape, dtype: str, rows: int, rounds: int, threads: int) -> Comparison:
     """Time one shape."""
     torch.manual_seed(0)
-    x = torch.randn(rows, shape.in_features, dtype=DTYPES[dtype], requires_grad=True)
-    dy = torch.randn(rows, shape.out_features, dtype=DTYPES[dtype])
+    x, dy = draw_rows(shape, dtype, rows)
     layers = build_twins(shape, DTYPES[dtype])
     name = f"{shape.in_features}x{shape.out_features}"
     check_twins(layers, x, dy, name, TOLERANCE[dtype])
@@ -97,12 +98,25 @@ def compare(shape: Shape, dtype: str, rows: int, rounds: int) -> Comparison:
         case={"shape": name, "dtype": dtype, "rows": rows},
         timings=timings,
         saved_bytes=saved_bytes,
+        peak_bytes={form: in_own_process(threads, peak, shape, dtype, rows, form) for form in layers},
         promised=shape.promised if (dtype, rows) == ("fp32", PROMISED_ROWS) else None,
         extra={
             "halves_given_ms": round(timings.median(HALVES_GIVEN) * 1e3, 3),
             "halves_given_ratio": round(timings.ratio(HALVES_GIVEN, DENSE), 2),
         },
     )
+
+
+def draw_rows(shape: Shape, dtype: str, rows: int) -> tuple[Tensor, Tensor]:
+    """Input and gradient of the output."""
+    x = torch.randn(rows, shape.in_features, dtype=DTYPES[dtype], requires_grad=True)
+    return x, torch.randn(rows, shape.out_features, dtype=DTYPES[dtype])
+
+
+def peak(shape: Shape, dtype: str, rows: int, form: str) -> int | None:
+    """The most memory that one form takes, for a process of its own."""
+    layer = build_twins(shape, DTYPES[dtype])[form]
+    return training_peak(partial(forward_backward, layer, *draw_rows(shape, dtype, rows)), layer)
 
 
 class GivenHalves(nn.Module):

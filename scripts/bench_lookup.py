@@ -21,6 +21,8 @@ from interleaved_timing import (
     saved_for_backward,
     time_interleaved,
 )
+from own_process import in_own_process
+from training_size import training_peak
 
 DESCRIPTION = """\
 Lookup, backward and a step of fused AdamW for a TTMEmbedding and for
@@ -33,7 +35,8 @@ proportional to 1/k, as words of running text have in a vocabulary ordered by
 frequency. "text" has only such ids; in "padded" each sequence has 16 to 64 of
 them, and the padding id fills it up to 128.
 
-Before anything is timed, both must give equal rows. Saved bytes include the ids.
+Before anything is timed, both must give equal rows. Saved bytes include the ids; peak
+bytes leave out the gradient that is given.
 """
 VOCABULARY, HIDDEN, PADDING_ID = 30522, 768, 0
 SEQUENCES, LENGTH = 32, 128
@@ -44,11 +47,15 @@ def main() -> None:
     """Measure both batches, print the table, write the rows."""
     args = benchmark_parser(DESCRIPTION, rounds=101).parse_args()
     torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    batches = {"text": zipf_ids(), "padded": padded(zipf_ids())}
-    comparisons = [compare(name, ids, args.rounds) for name, ids in batches.items()]
+    comparisons = [compare(name, ids, args.rounds, args.threads) for name, ids in draw_batches().items()]
     title = f"Embedding {VOCABULARY} x {HIDDEN}, lookup + backward + fused AdamW, {SEQUENCES * LENGTH} ids, fp32"
     report(title, comparisons, save_as=None if args.no_save else "bench_lookup")
+
+
+def draw_batches() -> dict[str, Tensor]:
+    """The same ids each time."""
+    torch.manual_seed(0)
+    return {"text": zipf_ids(), "padded": padded(zipf_ids())}
 
 
 def zipf_ids() -> Tensor:
@@ -63,7 +70,7 @@ def padded(ids: Tensor) -> Tensor:
     return ids.masked_fill(torch.arange(LENGTH) >= lengths, PADDING_ID)
 
 
-def compare(batch: str, ids: Tensor, rounds: int) -> Comparison:
+def compare(batch: str, ids: Tensor, rounds: int, threads: int) -> Comparison:
     """Time one batch."""
     tables = build_twins()
     gradient = torch.randn(*ids.shape, HIDDEN)
@@ -71,16 +78,28 @@ def compare(batch: str, ids: Tensor, rounds: int) -> Comparison:
         check_agreement(f"rows of batch {batch!r}", tables[TENSOR_TRAIN](ids), tables[DENSE](ids), 1e-5)
     candidates, saved_bytes = {}, {}
     for form, table in tables.items():
-        optimizer = torch.optim.AdamW(table.parameters(), lr=1e-4, fused=True)
-        candidates[form] = partial(train_step, table, optimizer, ids, gradient)
+        candidates[form] = partial(train_step, table, make_optimizer(table), ids, gradient)
         saved_bytes[form] = saved_for_backward(partial(table, ids), table.parameters())
     return Comparison(
         case={"batch": batch, "ids": ids.numel()},
         timings=time_interleaved(candidates, rounds, label=batch),
         saved_bytes=saved_bytes,
+        peak_bytes={form: in_own_process(threads, peak, batch, form) for form in tables},
         promised=PROMISED,
         extra={"distinct_ids": ids.unique().numel()},
     )
+
+
+def peak(batch: str, form: str) -> int | None:
+    """The most memory that one form takes, for a process of its own."""
+    ids, table = draw_batches()[batch], build_twins()[form]
+    optimizer, gradient = make_optimizer(table), torch.randn(*ids.shape, HIDDEN)
+    return training_peak(partial(train_step, table, optimizer, ids, gradient), table, [optimizer])
+
+
+def make_optimizer(table: nn.Module) -> torch.optim.Optimizer:
+    """Fused AdamW."""
+    return torch.optim.AdamW(table.parameters(), lr=1e-4, fused=True)
 
 
 def train_step(table: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, gradient: Tensor) -> None:

@@ -19,8 +19,10 @@ from hf_comera import size_report
 from hf_comera.ops import use_kernels
 from hf_comera.ops.kernels import kernels_refusal
 from interleaved_timing import TENSOR_TRAIN, Comparison, benchmark_parser, report, time_interleaved
-from step_models import MODELS, PAPER, build_models
-from step_timing import DTYPES, prepare_step
+from own_process import in_own_process
+from step_models import MODELS, PAPER, build_models, print_plan
+from step_timing import DTYPES, PreparedStep, prepare_step
+from training_size import training_peak
 
 DESCRIPTION = """\
 Forward, backward, optimizer and zero_grad of BertForSequenceClassification on
@@ -35,8 +37,7 @@ one: both must give equal logits before anything is timed.
 With dropout the dense model draws as torch does, in one thread on a CPU, and
 the tensor train draws several entries at a time: compare --dropout 0. On a GPU,
 plain steps are bound by launches; with --graphs both models run as CUDA graphs.
-The peak is all GPU memory that a form takes: weights, gradients, optimizer
-state, activations, graph.
+The peak on a GPU is all memory that a form takes there, its graph included.
 """
 PROMISED = {(PAPER, "32x128", "fp32", "cpu"): 3.4}  # times faster, by model, batch, dtype and device
 
@@ -48,6 +49,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
     torch.manual_seed(0)
     models = build_models(args.model, args.dropout)
+    print_plan(models[TENSOR_TRAIN].comera_plan())
     use_kernels(args.kernels)
     comparison = compare(models, args)
     title = f"Training step of {args.model}, {args.batch} tokens"
@@ -93,10 +95,7 @@ def parse_arguments() -> argparse.Namespace:
 def compare(models: dict[str, PreTrainedModel], args: argparse.Namespace) -> Comparison:
     """Time one training step of both models."""
     batch = random_batch(args.batch, torch.device(args.device))
-    prepared = {}
-    for form, model in models.items():
-        optimizer = args.optimizer if form == TENSOR_TRAIN else "adamw"
-        prepared[form] = prepare_step(model, optimizer, batch, dtype=args.dtype, graphs=args.graphs)
+    prepared = {form: prepare(form, model, batch, args) for form, model in models.items()}
     timings = time_interleaved({form: ready.run for form, ready in prepared.items()}, args.rounds, label="step")
     tokens, extra = batch["input_ids"].numel(), {}
     for form, ready in prepared.items():
@@ -104,15 +103,31 @@ def compare(models: dict[str, PreTrainedModel], args: argparse.Namespace) -> Com
         extra[f"{column}_parameters"] = size_report(models[form]).parameters
         extra[f"{column}_tokens_per_s"] = round(tokens / timings.median(form))
         extra[f"{column}_optimizer_s"] = "" if ready.optimizer_s is None else round(ready.optimizer_s, 4)
-        extra[f"{column}_peak_bytes"] = "" if ready.peak_bytes is None else ready.peak_bytes
     return Comparison(
         case=case_of(args),
         timings=timings,
         saved_bytes={form: ready.saved_bytes for form, ready in prepared.items()},
+        peak_bytes={
+            form: ready.peak_bytes if args.device == "cuda" else in_own_process(args.threads, peak, form, args)
+            for form, ready in prepared.items()
+        },
         promised=PROMISED.get((args.model, args.batch, args.dtype, args.device)),
         unit="s" if args.device == "cpu" else "ms",
         extra=extra,
     )
+
+
+def prepare(form: str, model: PreTrainedModel, batch: dict[str, Tensor], args: argparse.Namespace) -> PreparedStep:
+    """The step of one form."""
+    optimizer = args.optimizer if form == TENSOR_TRAIN else "adamw"
+    return prepare_step(model, optimizer, batch, dtype=args.dtype, graphs=args.graphs)
+
+
+def peak(form: str, args: argparse.Namespace) -> int | None:
+    """The most memory that one form takes on a CPU, for a process of its own."""
+    model = build_models(args.model, args.dropout)[form]
+    step = prepare(form, model, random_batch(args.batch, torch.device(args.device)), args).plain
+    return training_peak(step, step.model, [step.optimizer])
 
 
 def random_batch(size: str, device: torch.device) -> dict[str, Tensor]:

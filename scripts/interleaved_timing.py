@@ -34,6 +34,9 @@ HOW_TO_READ = """\
 How to read the figures: times are medians over the rounds. The ratio says how
 many times faster the tensor train is: the median of the ratios within a round.
 Saved bytes stay in memory between forward and backward, parameters not counted.
+Peak bytes are weights, optimizer state and the most that a step adds, on a CPU
+measured in a process of its own for each form, which hands back freed memory at
+once (as in bench_memory.py); empty where the system does not say.
 
 While other jobs use the cores, put OMP_WAIT_POLICY=passive before the command.
 Threads that spin while they wait keep the others from working, and the many
@@ -74,6 +77,8 @@ class Comparison:
     unit: str = "ms"
     """``"ms"`` or ``"s"``."""
     extra: dict[str, str | int | float] = field(default_factory=dict)
+    peak_bytes: dict[str, int | None] = field(default_factory=dict)
+    """The most memory that each of the two takes; None where the system does not say."""
 
     def row(self) -> dict[str, str | int | float]:
         """All figures under the names of the csv columns, without the machine."""
@@ -84,16 +89,15 @@ class Comparison:
             f"tensor_train_{self.unit}": round(self.timings.median(TENSOR_TRAIN) * scale, 3),
             "ratio": round(self.timings.ratio(TENSOR_TRAIN, DENSE), 2),
             "promised_ratio": "" if self.promised is None else self.promised,
-            **self._saved(),
+            **self._bytes(),
             **self.extra,
             "rounds": len(self.timings.seconds[DENSE]),
         }
 
-    def _saved(self) -> dict[str, int]:
-        saved = self.saved_bytes or {}
-        return {
-            f"{form.replace(' ', '_')}_saved_bytes": saved[form] for form in (DENSE, TENSOR_TRAIN) if form in saved
-        }
+    def _bytes(self) -> dict[str, str | int]:
+        kinds: dict[str, Mapping[str, int | None]] = {"saved": self.saved_bytes or {}, "peak": self.peak_bytes}
+        found = ((kind, form, sizes[form]) for kind, sizes in kinds.items() for form in (DENSE, TENSOR_TRAIN) if sizes)
+        return {f"{form.replace(' ', '_')}_{kind}_bytes": "" if size is None else size for kind, form, size in found}
 
 
 def benchmark_parser(description: str, rounds: int, *, how_to_read: str = HOW_TO_READ) -> argparse.ArgumentParser:

@@ -1,23 +1,16 @@
 """Measures the memory of one candidate in a process of its own, where nothing else has left traces."""
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from transformers.utils import logging
 
-from freed_memory import hand_back_freed_memory
 from interleaved_timing import saved_for_backward
 from memory_candidates import Candidate, Training
-from peak_memory import peak_growth
+from own_process import in_own_process
+from peak_memory import largest_growth
 from training_size import bytes_by_kind
 
 __all__ = ["Memory", "measure_apart"]
-
-STEPS = 2
-IMPORTED_ONCE = ["torch", "datasets", "hf_comera"]
-"""By the process that the others are copies of; it takes seconds, and leaves no tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +45,11 @@ class Memory:
 
 def measure_apart(candidate: Candidate, device: str, threads: int) -> Memory:
     """Measure in a new process, one that has not computed anything."""
-    way = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(way)
-    if way == "forkserver":
-        context.set_forkserver_preload(IMPORTED_ONCE)
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(measure, candidate, device, threads).result()
+    return in_own_process(threads, measure, candidate, device)
 
 
-def measure(candidate: Candidate, device_name: str, threads: int) -> Memory:
+def measure(candidate: Candidate, device_name: str) -> Memory:
     """Measure here: one step that is not counted, so that the optimizer has its state, then the others."""
-    hand_back_freed_memory()
-    torch.set_num_threads(threads)
-    logging.set_verbosity_error()
     device = torch.device(device_name)
     training = Training(candidate, device)
     training.backward()
@@ -72,13 +57,12 @@ def measure(candidate: Candidate, device_name: str, threads: int) -> Memory:
     training.update()
     sizes = bytes_by_kind(training.model, [training.optimizer] if training.optimizer else [])
     saved = saved_for_backward(training.loss, training.model.parameters())
-    growths = [peak_growth(training.step, device) for _ in range(STEPS)]
-    sizes_seen = [growth.num_bytes for growth in growths if growth.num_bytes is not None]
+    growth = largest_growth(training.step, device)
     return Memory(
         weights=sizes.weights,
         gradients=gradients,
         optimizer=sizes.optimizer,
         saved=saved,
-        growth=max(sizes_seen, default=None),
-        measured_by=growths[0].measured_by,
+        growth=growth.num_bytes,
+        measured_by=growth.measured_by,
     )

@@ -1,7 +1,7 @@
 """How far memory grows while something runs: the resident size on a CPU, the allocator's count on a GPU.
 
-On a CPU call :func:`hand_back_freed_memory` at the beginning of a process of its own, and run what is measured once
-before: otherwise memory that was freed earlier is used again and not seen.
+On a CPU measure in a process of its own (:func:`own_process.in_own_process`), and run what is measured once before:
+otherwise memory that was freed earlier is used again and not seen.
 """
 
 import gc
@@ -39,6 +39,11 @@ def peak_growth(compute: Callable[[], object], device: torch.device) -> Growth:
         compute()
         return Growth(None, "")
     return _resident(compute)
+
+
+def largest_growth(compute: Callable[[], object], device: torch.device) -> Growth:
+    """The larger of two runs."""
+    return max((peak_growth(compute, device) for _ in range(2)), key=lambda growth: growth.num_bytes or 0)
 
 
 def _allocated(compute: Callable[[], object], device: torch.device) -> Growth:

@@ -35,10 +35,11 @@ pair. Cases without a name in speed_names.py are left out.
 Row = dict[str, str]
 README = RESULTS.parents[1] / "README.md"
 KEPT = "MALLOC_KEPT=1"
+FORMS = ("dense", "tensor_train")
 OLDER = {"optimizer": "adamw"}  # what rows from before the column mean
 HEADINGS = (
     "what", "dense", "tensor train", "times faster", "memory kept", "saved MB, dense", "saved MB, tensor train",
-    "command",
+    "peak MB, dense", "peak MB, tensor train", "command",
 )  # fmt: skip
 BLOCK = re.compile(r"<!-- speed table(?P<name>[^:\n]*): begin -->\n.*?<!-- speed table(?P=name): end -->", re.DOTALL)
 MARKER = re.compile(r"<!-- speed table[^:\n]*: (?:begin|end) -->")
@@ -213,12 +214,10 @@ def _cells(plain: Measurement | None, kept: Measurement | None) -> list[str]:
     row = shown.row
     return [
         NAMES[shown.case].format_map(row),
-        _time(row, "dense"),
-        _time(row, "tensor_train"),
+        *(_time(row, form) for form in FORMS),
         _ratio(plain.row) if plain else "",
         _ratio(kept.row) if kept else "",
-        _megabytes(row.get("dense_saved_bytes")),
-        _megabytes(row.get("tensor_train_saved_bytes")),
+        *(_megabytes(row.get(f"{form}_{kind}_bytes")) for kind in ("saved", "peak") for form in FORMS),
         f"`{_command(row['command'])}`",
     ]
 

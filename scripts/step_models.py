@@ -19,14 +19,13 @@ _LARGE_RANK = 64
 
 
 def build_models(name: str, dropout: float) -> dict[str, PreTrainedModel]:
-    """The tensor-train model, and the dense one that computes the same; the plan of the first is printed.
+    """The tensor-train model, and the dense one that computes the same.
 
     Raises:
         RuntimeError: If a model has not as many parameters as it should, or the logits of the two differ.
     """
     config, shapes = _config(name, dropout), _shapes(name)
     tensor_train = get_comera_model(BertForSequenceClassification, shapes, config=config)
-    print_plan(tensor_train.comera_plan())
     models = {DENSE: copy.deepcopy(tensor_train).merge_and_unload(), TENSOR_TRAIN: tensor_train}
     if name == PAPER:
         _check_sizes(models)

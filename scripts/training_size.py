@@ -1,10 +1,14 @@
-"""How much memory the state of a training takes: weights, gradients, optimizer."""
+"""How much memory a training takes: weights, gradients, optimizer, and the peak of its steps."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from hf_comera.modules.halves_bank import drop_kept_halves
+from peak_memory import largest_growth
 
 
 class TrainingBytes(NamedTuple):
@@ -26,6 +30,24 @@ def bytes_by_kind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Training
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     states = {id(tensor): tensor for optimizer in optimizers for tensor in _tensors(optimizer.state.values())}
     return TrainingBytes(_num_bytes(parameters), _num_bytes(gradients), _num_bytes(states.values()))
+
+
+def training_peak(step: Callable[[], object], model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> int | None:
+    """The most memory that a training on a CPU takes: what is there between two steps, and what a step adds.
+
+    Call it in a process of its own; the first step is not counted. None where the system does not say it of one step.
+    """
+
+    def whole_step() -> None:
+        step()
+        drop_kept_halves()  # what is there before a step and during it is not seen
+
+    whole_step()
+    sizes = bytes_by_kind(model, optimizers)
+    growth = largest_growth(whole_step, torch.device("cpu"))
+    if growth.num_bytes is None or growth.measured_by != "VmHWM":
+        return None
+    return sizes.weights + sizes.optimizer + growth.num_bytes
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -1,5 +1,6 @@
 """scripts/bench_step.py and step_timing.py: the step that is timed, plain and as a graph, and what is refused."""
 
+import re
 import sys
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 import bench_step
+import peak_memory
 from hf_comera import ComeraConfig, get_comera_model
 from hf_comera.ops import kernel_switch
 from interleaved_timing import DENSE, TENSOR_TRAIN
@@ -81,8 +83,12 @@ def test_the_whole_script_with_kernels(monkeypatch, capsys):
     args = parse(monkeypatch, *words)
     args.kernels = True
     monkeypatch.setattr(bench_step, "parse_arguments", lambda: args)
+    monkeypatch.setattr(bench_step, "in_own_process", lambda threads, measure, *values: measure(*values))
     bench_step.main()
-    assert "ratio" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "ratio" in printed
+    if peak_memory.CLEAR_REFS.exists():
+        assert len(re.findall(r"peak bytes +│ +[\d,]+ │", printed)) == 2
     assert kernel_switch.kernels_are_wanted()
 
 

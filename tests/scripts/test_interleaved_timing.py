@@ -40,6 +40,7 @@ def comparison(dense_seconds=(0.4, 0.2), tensor_train_seconds=(0.1, 0.1), **chan
         "case": {"shape": "8x8", "dtype": "fp32"},
         "timings": Timings({DENSE: list(dense_seconds), TENSOR_TRAIN: list(tensor_train_seconds)}),
         "saved_bytes": {DENSE: 160, TENSOR_TRAIN: 32},
+        "peak_bytes": {DENSE: 900, TENSOR_TRAIN: None},
         "promised": 2.0,
     }
     return Comparison(**{**values, **changes})
@@ -161,6 +162,7 @@ def test_report_prints_and_saves_the_figures_with_their_machine(tmp_path, monkey
     assert (replaced["shape"], replaced["dense_ms"], replaced["tensor_train_ms"]) == ("8x8", "300.0", "50.0")
     assert (replaced["ratio"], kept["ratio"], kept["promised_ratio"]) == ("6.0", "3.0", "2.0")
     assert (kept["dense_saved_bytes"], kept["tensor_train_saved_bytes"], kept["rounds"]) == ("160", "32", "2")
+    assert (kept["dense_peak_bytes"], kept["tensor_train_peak_bytes"]) == ("900", "")
     assert kept["torch"] == torch.__version__
     assert kept["command"] == "python scripts/bench_linear.py --rounds 2"
     assert "8x16" in capsys.readouterr().out

@@ -15,7 +15,8 @@ def step(date, **changes):
     return {
         "model": "bert-6x768", "optimizer": "tt_muon", "dtype": "fp32", "dropout": 0.1, "tokens": "32x128",
         "dense_s": 6.0, "tensor_train_s": 1.5, "ratio": 4.0, "dense_saved_bytes": 1850447492,
-        "tensor_train_saved_bytes": 32768, "processor": "Intel Xeon", "cores": 2, "threads": 2, "environment": "",
+        "tensor_train_saved_bytes": 32768, "dense_peak_bytes": 1077649864, "tensor_train_peak_bytes": 36019128,
+        "processor": "Intel Xeon", "cores": 2, "threads": 2, "environment": "",
         "torch": "2.13", "date": date, "command": "python scripts/bench_step.py --rounds 7",
     } | changes  # fmt: skip
 
@@ -63,8 +64,9 @@ def test_a_row_has_all_figures(write):
     found = write(bench_step=[step("2026-01-01", torch="2.12"), kept], bench_lookup=[lookup("2026-01-01")])
     assert found == {
         "Measured on Intel Xeon, cores: 2, threads: 2, torch 2.12 and 2.13, 2026-01-01 to 2026-01-02.": [
-            [f"{STEP}, dropout 0.1", "6.00 s", "1.50 s", "4.0", "4.3", "1,850", "0.033", "`bench_step.py --rounds 7`"],
-            ["embedding 30522 x 768 with optimizer, 1833 distinct ids", "36.0 ms", "301 ms", "0.96", "", "", "",
+            [f"{STEP}, dropout 0.1", "6.00 s", "1.50 s", "4.0", "4.3", "1,850", "0.033", "1,078", "36",
+             "`bench_step.py --rounds 7`"],
+            ["embedding 30522 x 768 with optimizer, 1833 distinct ids", "36.0 ms", "301 ms", "0.96", *[""] * 5,
              "`bench_lookup.py`"],
         ]
     }  # fmt: skip

@@ -2,10 +2,14 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
-from training_size import TrainingBytes, bytes_by_kind, training_bytes
+import peak_memory
+from hf_comera.modules import TTLinear
+from own_process import in_own_process
+from training_size import TrainingBytes, bytes_by_kind, training_bytes, training_peak
 
 FLOAT = 4
 
@@ -28,3 +32,21 @@ def test_state_in_objects_counts_and_shared_state_counts_once():
     projector = SimpleNamespace(rank=3, matrices=[torch.zeros(3, 10), torch.zeros(10, 3)])
     optimizer.state[model.weight] = {"step": 1, "table": table, "other": {"table": table}, "projector": projector}
     assert bytes_by_kind(model, [optimizer]).optimizer == (256 + 60) * FLOAT
+
+
+def peak_of_a_step():
+    model = nn.Linear(1000, 1000, bias=False)
+    return training_peak(lambda: torch.ones(5_000_000), model)
+
+
+@torch.no_grad()
+def peak_of_kept_halves():
+    model = TTLinear(4096, 4096, ranks=256).eval()
+    return training_peak(lambda: model(torch.ones(1, 4096)), model) - sum(core.nbytes for core in model.parameters())
+
+
+@pytest.mark.skipif(not peak_memory.CLEAR_REFS.exists(), reason="needs a peak that can be reset, as on Linux")
+def test_the_peak_is_what_stays_and_what_a_step_adds():
+    assert in_own_process(1, peak_of_a_step) == pytest.approx((1_000_000 + 5_000_000) * FLOAT, rel=0.05)
+    halves = 2 * 4096 * 256 * FLOAT
+    assert halves < in_own_process(1, peak_of_kept_halves) < 3 * halves
