@@ -101,6 +101,29 @@ def test_defaults_are_those_of_the_rows(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("words", "ratio"),
+    [
+        ([], 3.8),
+        (["--dropout", "0"], 5.2),
+        (["--dtype", "bf16"], 2.7),
+        (["--batch", "8x128"], None),
+        (["--model", "bert-24x1024"], None),
+    ],
+)
+def test_promises(monkeypatch, words, ratio):
+    assert bench_step.promised(parse(monkeypatch, *words)) == ratio
+
+
+@pytest.mark.parametrize(
+    ("graphs", "batch", "ratio"), [(True, "32x128", 3.0), (True, "128x128", 2.7), (False, "32x128", None)]
+)
+def test_promises_on_a_gpu_are_of_graphs(monkeypatch, graphs, batch, ratio):
+    args = parse(monkeypatch, "--dtype", "bf16", "--batch", batch)
+    args.device, args.graphs = "cuda", graphs
+    assert bench_step.promised(args) == ratio
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--graphs"], "need --device cuda"),
