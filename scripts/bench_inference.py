@@ -6,6 +6,7 @@
 `--help` says what is compared and how to read the figures.
 """
 
+import argparse
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, PreTrainedModel
 
 from hf_comera import ComeraConfig, get_comera_model, size_report
-from hf_comera.modules import TTLinear
+from hf_comera.modules.halves_bank import drop_kept_halves
 from interleaved_timing import (
     DENSE,
     TENSOR_TRAIN,
@@ -25,21 +26,26 @@ from interleaved_timing import (
     report,
     time_interleaved,
 )
+from own_process import in_own_process
 from six_encoders import paper_shapes, six_encoders
+from training_size import training_peak
 
 DESCRIPTION = """\
 Forward passes without gradients of the six-encoder BERT of the CoMERA paper, and
 greedy generation with a GPT-2 of six layers (768 wide, rank 30, 16 tokens of
-prompt, 32 new ones), in tensor-train form and merged to dense. The halves of the
-tensor trains are kept from call to call; "anew" is the same model when they are
-dropped before every call. Outputs must agree before anything is timed.
+prompt, 32 new ones), in tensor-train form and merged to dense. What is made of the
+cores (halves, half tables of the embedding) is kept from call to call; "anew" is
+the same model when it is dropped before every forward pass, of which generation
+has one for each new token. Logits must agree before anything is timed. The peak
+is that of weights and a call, in which halves are made anew.
 """
 ANEW = "anew"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
-ENCODER_BATCHES = ((1, 16), (1, 128), (8, 128))
-GENERATION_BATCHES = (1, 8)
-PROMPT, NEW_TOKENS = 16, 32
+ENCODER, DECODER = "bert-6x768", "gpt2-6x768"
+NEW_TOKENS = 32
+BATCHES = {ENCODER: ((1, 16), (1, 128), (8, 128)), DECODER: ((1, 16), (8, 16))}
+VOCABULARY = 30522
 
 
 def main() -> None:
@@ -49,70 +55,72 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    comparisons = [*encoder_cases(args.dtype, args.rounds), *generation_cases(args.dtype, args.rounds)]
-    report("Inference", comparisons, save_as=None if args.no_save else "bench_inference")
+    report("Inference", list(measured_cases(args)), save_as=None if args.no_save else "bench_inference")
 
 
-def encoder_cases(dtype: str, rounds: int) -> Iterator[Comparison]:
-    """Forward passes of the six encoders."""
-    models = twins(
-        get_comera_model(AutoModelForSequenceClassification, paper_shapes(), config=six_encoders()).to(DTYPES[dtype])
-    )
-    for batch, length in ENCODER_BATCHES:
-        ids = torch.randint(30522, (batch, length))
-        runs: dict[str, Callable[[], Tensor]] = {form: partial(logits, model, ids) for form, model in models.items()}
-        yield compare("bert-6x768", f"{batch}x{length}", dtype, models, runs, rounds)
+def measured_cases(args: argparse.Namespace) -> Iterator[Comparison]:
+    """All batches of both models."""
+    for name, batches in BATCHES.items():
+        models = build_twins(name, DTYPES[args.dtype])
+        for batch in batches:
+            yield compare(name, batch, models, args)
 
 
-def generation_cases(dtype: str, rounds: int) -> Iterator[Comparison]:
-    """Greedy generation with a key-value cache."""
-    config = GPT2Config(n_layer=6, bos_token_id=0, eos_token_id=0)
-    models = twins(get_comera_model(AutoModelForCausalLM, ComeraConfig(rank=30), config=config).to(DTYPES[dtype]))
-    for batch in GENERATION_BATCHES:
-        prompt = torch.randint(1, config.vocab_size, (batch, PROMPT))
-        check_agreement("logits", *(logits(models[form], prompt) for form in (TENSOR_TRAIN, DENSE)), TOLERANCE[dtype])
-        runs: dict[str, Callable[[], Tensor]] = {
-            form: partial(generate, model, prompt) for form, model in models.items()
-        }
-        yield compare("gpt2-6x768", f"{batch}x{PROMPT}+{NEW_TOKENS}", dtype, models, runs, rounds, exact=False)
-
-
-def twins(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-    """The model, and what it merges to."""
-    return {DENSE: copy.deepcopy(model).merge_and_unload().eval(), TENSOR_TRAIN: model.eval()}
+def build_twins(name: str, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
+    """The tensor-train model, and what it merges to."""
+    if name == ENCODER:
+        model = get_comera_model(AutoModelForSequenceClassification, paper_shapes(), config=six_encoders())
+    else:
+        config = GPT2Config(n_layer=6, bos_token_id=0, eos_token_id=0)
+        model = get_comera_model(AutoModelForCausalLM, ComeraConfig(rank=30), config=config)
+    model = model.to(dtype).eval()
+    return {DENSE: copy.deepcopy(model).merge_and_unload().eval(), TENSOR_TRAIN: model}
 
 
 def compare(
-    name: str,
-    tokens: str,
-    dtype: str,
-    models: dict[str, PreTrainedModel],
-    runs: dict[str, Callable[[], Tensor]],
-    rounds: int,
-    *,
-    exact: bool = True,
+    name: str, batch: tuple[int, int], models: dict[str, PreTrainedModel], args: argparse.Namespace
 ) -> Comparison:
     """Time one case."""
-    if exact:
-        check_agreement("logits", runs[TENSOR_TRAIN](), runs[DENSE](), TOLERANCE[dtype])
-    runs[ANEW] = partial(without_kept_halves, models[TENSOR_TRAIN], runs[TENSOR_TRAIN])
-    timings = time_interleaved(runs, rounds, label=f"{name} {tokens}")
+    ids = draw_ids(batch)
+    check_agreement("logits", *(logits(models[form], ids) for form in (TENSOR_TRAIN, DENSE)), TOLERANCE[args.dtype])
+    runs: dict[str, Callable[[], object]] = {form: partial(RUNS[name], model, ids) for form, model in models.items()}
+    runs[ANEW] = partial(anew, models[TENSOR_TRAIN], runs[TENSOR_TRAIN])
+    tokens = "x".join(map(str, batch)) + (f"+{NEW_TOKENS}" if name == DECODER else "")
+    timings = time_interleaved(runs, args.rounds, label=f"{name} {tokens}")
     extra: dict[str, str | int | float] = {
         "halves_anew_ms": round(timings.median(ANEW) * 1e3, 3),
         "kept_over_anew": round(timings.ratio(TENSOR_TRAIN, ANEW), 2),
     }
     for form, model in models.items():
         extra[f"{form.replace(' ', '_')}_bytes"] = size_report(model).bytes
-    case: dict[str, str | int | float] = {"model": name, "tokens": tokens, "dtype": dtype}
-    return Comparison(case=case, timings=timings, saved_bytes=None, promised=None, extra=extra)
+    return Comparison(
+        case={"model": name, "tokens": tokens, "dtype": args.dtype},
+        timings=timings,
+        saved_bytes=None,
+        promised=None,
+        extra=extra,
+        peak_bytes={form: in_own_process(args.threads, peak, name, batch, args.dtype, form) for form in models},
+    )
 
 
-def without_kept_halves(model: PreTrainedModel, run: Callable[[], Tensor]) -> None:
-    """``run`` as if the cores had changed since the last call."""
-    for module in model.modules():
-        if isinstance(module, TTLinear):
-            module.halves_bank.drop(module)
-    run()
+def draw_ids(batch: tuple[int, int]) -> Tensor:
+    """Tokens that both models know; 0 ends a text."""
+    return torch.randint(1, VOCABULARY, batch)
+
+
+def peak(name: str, batch: tuple[int, int], dtype: str, form: str) -> int | None:
+    """The most memory that one form takes, for a process of its own."""
+    model = build_twins(name, DTYPES[dtype])[form]
+    return training_peak(partial(RUNS[name], model, draw_ids(batch)), model)
+
+
+def anew(model: PreTrainedModel, run: Callable[[], object]) -> None:
+    """``run`` as if the cores changed before every forward pass."""
+    hook = model.register_forward_pre_hook(lambda *_: drop_kept_halves())
+    try:
+        run()
+    finally:
+        hook.remove()
 
 
 @torch.no_grad()
@@ -125,6 +133,9 @@ def generate(model: PreTrainedModel, prompt: Tensor) -> Tensor:
     """Greedy, exactly as many tokens as asked for."""
     settings = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
     return model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+
+
+RUNS = {ENCODER: logits, DECODER: generate}
 
 
 if __name__ == "__main__":
