@@ -6,16 +6,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest
 WORKERS ?= 2
+SANITIZER ?= compute-sanitizer
 
 # All four said, so that `accelerate launch` neither asks nor prints a warning about defaults.
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check format test test-slow test-gpu bench clean
+.PHONY: help install demo check format test test-slow test-gpu sanitize-gpu bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo "Another interpreter: make test PYTHON=python3.12"
 
 install: $(STAMP)  ## make .venv and install the project in it with the tested versions
@@ -41,6 +42,12 @@ test-slow: check  ## the same with the slow tests
 
 test-gpu: $(STAMP)  ## the tests that need a CUDA device, alone
 	$(PYTEST) -m gpu
+
+# Without torch's cache memcheck sees where each tensor ends, but no graph can be captured.
+sanitize-gpu: $(STAMP)  ## the tests of the kernels on a GPU under compute-sanitizer: memcheck, then racecheck
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 $(PYTEST) -m gpu tests/kernels \
+		-k "not captured"
+	$(SANITIZER) --tool racecheck --error-exitcode 1 $(PYTEST) -m gpu tests/kernels
 
 bench: $(STAMP)  ## run every benchmark script, one after the other
 	@set -e; for script in scripts/bench_*.py; do echo "$$script"; $(BIN)/python $$script; done

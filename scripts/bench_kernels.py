@@ -17,13 +17,15 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from chain_candidates import CHAIN_OPS, KERNEL, TOKENS, TORCH
+from decoder_block import BLOCK_SHAPES, decoder_block
 from hf_comera.ops import kernel_switch, use_kernels
 from hf_comera.ops.kernels import kernels_refusal
 from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward
 from hf_comera.ops.wide_code_kernels import wide_code, wide_code_backward
 from hf_comera.ops.wide_input import WideForm, WideInput
 from interleaved_timing import DENSE, RESULTS, Timings, check_agreement, machine, positive_integer, replace_rows
-from interleaved_timing import time_interleaved as time_in_turns
+from kernel_floors import WORK, Ceilings, measure_ceilings
+from kernel_timing import FORMATS, time_on, use_format
 
 DESCRIPTION = """\
 Low-rank linear layers and feed-forward blocks (forward, backward), halves
@@ -33,16 +35,23 @@ that they stand for, in turns; halves have no dense counterpart. For a lookup,
 "in" is the vocabulary. On a GPU each candidate is a CUDA graph of several
 calls, so that the time of launching from Python is not measured.
 
+The floor is the least time that a case can take: arguments read and results
+written once, or its arithmetic, whichever takes longer at the speeds of a large
+copy and of large products on this device, which are measured first. "Of floor"
+is how much of that a kernel reaches. It can be more than 1 where calls find
+their arguments in the cache, as those of smaller cases do, and in fp32, where our
+kernels multiply on tensor cores and torch does not. "Decoder block" sums
+forward and backward of the seven linear layers of a block 4096 wide ("in"), with
+a feed-forward part of 11008 ("out").
+
 Before anything is timed, kernels and plain torch must agree.
 """
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5, "tf32": 5e-3}
 SHAPES = [
     *((4096, 768, 768, 32), (4096, 768, 3072, 32), (4096, 3072, 768, 32), (16384, 1024, 4096, 64)),
-    *((4096, 4096, 4096, 64), (4096, 4096, 11008, 64), (4096, 11008, 4096, 64)),  # of a decoder block 4096 wide
+    *BLOCK_SHAPES,
 ]
 SMALL_SHAPES = [(40, 64, 96, 16)]
-CALLS_IN_A_GRAPH = 20
 GELU = WideForm("gelu", (0,))
 
 
@@ -57,13 +66,17 @@ def main() -> None:
     use_kernels(False)  # plain torch is what they are compared with
     kernel_switch.KERNEL_DEVICES = (device.type,)
     torch.manual_seed(0)
-    rows = []
-    for name in ["bf16"] if args.emulated else DTYPES:
-        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    ceilings = measure_ceilings(device, args.rounds, size=64 if args.emulated else 8192)
+    show_ceilings(console, ceilings)
+    rows: list[dict[str, object]] = []
+    for name in ["bf16"] if args.emulated else FORMATS:
+        dtype = use_format(name)
         for case, make, shape in cases(name, args.emulated):
-            candidates = make(shape, DTYPES[name], device)
+            candidates = make(shape, dtype, device)
             check_agreement(str(case), candidates[KERNEL](), candidates[TORCH](), TOLERANCE[name])
-            rows.append(case | figures(time_on(device, candidates, args.rounds)))
+            floor = ceilings.seconds(WORK[str(case["op"])](shape, dtype.itemsize), name)
+            rows.append(case | figures(time_on(device, candidates, args.rounds), floor))
+    rows += decoder_block(rows)
     report(console, rows)
     if not args.emulated and not args.no_save:
         here = machine() | {"gpu": torch.cuda.get_device_name(device)}
@@ -191,47 +204,30 @@ def ffn_backward(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 PRODUCT_OPS = {"forward": forward, "backward": backward, "ffn forward": ffn_forward, "ffn backward": ffn_backward}
 
 
-def time_on(device: torch.device, candidates: dict[str, Callable[[], Tensor]], rounds: int) -> Timings:
-    """Seconds of one call of each candidate."""
-    if device.type == "cpu":
-        return time_in_turns(candidates, rounds)
-    timings = time_in_turns({name: replay(compute) for name, compute in candidates.items()}, rounds)
-    return Timings({name: [each / CALLS_IN_A_GRAPH for each in times] for name, times in timings.seconds.items()})
-
-
-def replay(compute: Callable[[], Tensor]) -> Callable[[], None]:
-    """A function that runs several calls as one CUDA graph and waits for them."""
-    compute()  # compiles and loads what it needs
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS_IN_A_GRAPH):
-            compute()
-
-    def run() -> None:
-        graph.replay()
-        torch.cuda.synchronize()
-
-    return run
-
-
-def figures(timings: Timings) -> dict[str, float]:
-    """Microseconds, and how many times faster the kernel is than each of the others."""
+def figures(timings: Timings, floor: float) -> dict[str, float]:
+    """Microseconds, how many times faster the kernel is than each of the others, and how near to the floor."""
     microseconds = {f"{name}_us": round(timings.median(name) * 1e6, 2) for name in timings.seconds}
     others = [name for name in timings.seconds if name != KERNEL]
     ratios = {f"ratio_to_{name}": round(timings.ratio(KERNEL, name), 2) for name in others}
-    return microseconds | ratios | {"rounds": len(timings.seconds[KERNEL])}
+    floors = {"floor_us": round(floor * 1e6, 2), "of_floor": round(floor / timings.median(KERNEL), 3)}
+    return microseconds | ratios | floors | {"rounds": len(timings.seconds[KERNEL])}
+
+
+def show_ceilings(console: Console, ceilings: Ceilings) -> None:
+    """One line."""
+    speeds = ", ".join(f"{name} {speed / 1e12:.3g}" for name, speed in ceilings.flops_per_s.items())
+    console.print(f"Ceilings: {ceilings.bytes_per_s / 1e12:.3g} TB/s; TFLOP/s: {speeds}.", soft_wrap=True)
 
 
 def report(console: Console, rows: list[dict[str, object]]) -> None:
     """Print one line a case."""
     table = Table("case", "shape", title="Microseconds of a call, and how many times faster the kernel is")
-    for name in (DENSE, TORCH, KERNEL, "x dense", "x torch"):
+    for name in (DENSE, TORCH, KERNEL, "x dense", "x torch", "floor", "of floor"):
         table.add_column(name, justify="right")
     for row in rows:
         first = f"{row['layers']} layers" if "layers" in row else row["tokens"]
         sizes = f"{first} x {row['in']} x {row['out']} r{row['rank']}"
-        keys = ("dense_us", "torch_us", "kernel_us", "ratio_to_dense", "ratio_to_torch")
+        keys = ("dense_us", "torch_us", "kernel_us", "ratio_to_dense", "ratio_to_torch", "floor_us", "of_floor")
         numbers = (f"{row[key]:g}" if key in row else "" for key in keys)
         table.add_row(f"{row['op']} {row['format']}", sizes, *numbers)
     console.print(table)

@@ -31,5 +31,5 @@ def test_runs_every_case(tmp_path, monkeypatch):
     printed = run("--emulated")
     products = ("forward bf16", "ffn forward bf16", "backward bf16", "ffn backward bf16", "40 x 64 x 96 r16")
     chains = ("halves bf16", "halves and gradients bf16", "2 layers x 64 x 96 r16", "lookup and gradients bf16")
-    for word in ("x dense", *products, *chains):
+    for word in ("x dense", "of floor", "Ceilings", *products, *chains):
         assert word in printed
