@@ -27,7 +27,7 @@ def use_tape(monkeypatch):
 
 class TapeCapture:
     def __init__(self, device, generators=()):
-        self.num_forgotten, self.watch = 0, None
+        self.generators, self.num_forgotten, self.watch = generators, 0, None
 
     @staticmethod
     def why_not(device):

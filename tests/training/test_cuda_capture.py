@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -38,6 +39,31 @@ def test_no_value_is_read_on_the_host(read):
 def test_a_cpu_has_no_graphs():
     assert "is on 'cpu'" in CudaCapture.why_not(torch.device("cpu"))
     assert CudaCapture.why_not(torch.device("cuda", 0)) is None
+
+
+def test_own_generators_are_registered_with_each_graph_before_it_records(monkeypatch):
+    events = []
+
+    class Graph:
+        def register_generator_state(self, generator):
+            events.append((self, generator))
+
+    @contextmanager
+    def recording(graph, **settings):
+        events.append((graph, "begins"))  # here torch registers the generator of the device by itself
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    generators = [torch.Generator(), torch.Generator()]
+    capture = CudaCapture(torch.device("cuda", 0), generators)
+    for _ in range(2):
+        events.clear()
+        capture.record(lambda: events.append((None, "runs")))
+        assert [event for _, event in events] == [*generators, "begins", "runs"]
+        assert len({graph for graph, _ in events[:-1]}) == 1
 
 
 @pytest.mark.gpu
@@ -78,6 +104,32 @@ def test_random_numbers_on_a_gpu_are_new_in_each_replay_and_those_of_the_seed():
     torch.cuda.manual_seed(0)
     for expected in draws:
         drop()
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.gpu
+def test_own_generators_on_a_gpu_draw_anew_in_each_replay_and_what_their_seed_says():
+    y, generators = torch.zeros(1000, device="cuda"), [torch.Generator("cuda") for _ in range(2)]
+
+    def draw():
+        y.copy_(sum(torch.rand(1000, device="cuda", generator=generator) for generator in generators))
+
+    def seed():
+        for number, generator in enumerate(generators):
+            generator.manual_seed(number)
+
+    capture = CudaCapture(y.device, generators)
+    capture.warm_up(draw)
+    replay = capture.record(draw)
+    draws = []
+    seed()
+    for _ in range(2):
+        replay()
+        draws.append(y.clone())
+    assert not torch.equal(*draws)
+    seed()
+    for expected in draws:
+        draw()
         assert torch.equal(y, expected)
 
 

@@ -215,6 +215,12 @@ def places(tensors):
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
+@pytest.mark.usefixtures("tape")
+def test_generators_of_the_models_own_reach_the_capture():
+    generators = [torch.Generator(), torch.Generator()]
+    assert Run(generators=generators).step._capture.generators == generators
+
+
 def test_without_a_gpu_it_is_the_plain_loop(caplog):
     batches = batches_of()
     plain, graphed = Run(part=0.5).plainly(batches), Run(part=0.5)
