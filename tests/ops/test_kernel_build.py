@@ -15,11 +15,13 @@ from hf_comera.ops.kernel_build import (
     build_library,
     cache_folder,
     find_nvcc,
+    is_built,
     sources_folder,
 )
 
 SMALL_SOURCE = '#include "portable.h"\nextern "C" int answer() { return 42; }\n'
 BROKEN_SOURCE = '#include "portable.h"\nint answer() { return forty_two; }\n'
+WRITES_ITS_OUTPUT = 'echo "$@"; for word; do if [ "$before" = -o ]; then : > "$word"; fi; before=$word; done'
 
 needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
@@ -97,6 +99,17 @@ def test_says_how_to_get_a_missing_compiler(no_compilers, small_sources):
         build_library("sm_90a")
     with pytest.raises(KernelBuildError, match=r"g\+\+ was not found.*apt install"):
         build_emulated_library()
+
+
+def test_each_architecture_has_a_library_of_its_own(no_compilers, small_sources, tmp_path):
+    pretend_compiler(tmp_path, "nvcc", WRITES_ITS_OUTPUT)
+    older = build_library("sm_80")
+    assert (is_built("sm_80"), is_built("sm_90a")) == (True, False)
+    newer = build_library("sm_90a")
+    assert is_built("sm_90a")
+    assert newer.library != older.library
+    for build, architecture in ((older, "80"), (newer, "90a")):
+        assert f"arch=compute_{architecture},code=sm_{architecture} " in build.log.read_text()
 
 
 def test_says_that_a_compiler_fails(no_compilers, small_sources, tmp_path, monkeypatch):

@@ -115,10 +115,11 @@ def test_error_codes_become_exceptions():
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_nvcc() is None, reason="nvcc is not installed")
-def test_kernels_of_aligned_sizes_do_not_spill(monkeypatch, tmp_path):
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_kernels_of_aligned_sizes_do_not_spill(architecture, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_COMERA_CACHE", str(tmp_path))
-    rows = build_kernels(["sm_90a"])
-    assert {row.architecture for row in rows} == {"sm_90a"}
+    rows = build_kernels([architecture])
+    assert {row.architecture for row in rows} == {architecture}
     names = {row.kernel.partition("<")[0] for row in rows}
     linear = {"linear", "code_gradient", "product", "sum"}
     chains = {"halves", "last_link", "other_links"}
