@@ -1,0 +1,70 @@
+"""hf_comera/training/rank_adapter.py: what a push does to gates and cores, in the figures of its formulas."""
+
+import math
+
+import pytest
+import torch
+
+from hf_comera import RankAdaptation, RankAdapter, TTMuon, add_rank_gates
+from hf_comera.modules import TTLinear
+
+RATE = 1e-3
+
+
+def adapted(steps=10, optimizer=lambda layer: TTMuon(layer, RATE), **settings):
+    """A layer with gates of one, its optimizer and its adapter; nothing is cut before the end."""
+    layer = TTLinear(24, 24, ranks=6)
+    add_rank_gates(layer)
+    optimizer = optimizer(layer)
+    return (
+        layer,
+        optimizer,
+        RankAdapter(layer, optimizer, RankAdaptation(cut_every=steps, **settings), total_steps=steps),
+    )
+
+
+def note(adapter, loss):
+    """A step in which the optimizer does nothing, and the loss is given."""
+    adapter.before_step(torch.tensor(loss))
+    adapter.after_step()
+
+
+def mean_fall(adapter):
+    return (1 - adapter.table.flat()).double().mean().item()
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [
+        (10.0, 0.25),  # ten times the wanted loss, while the size is a sixth above its budget: rho
+        (2.1, 1.25),  # the loss is a twentieth above: the size is the worse, 1 + rho
+        (0.2, 1.25),
+    ],
+)
+def test_the_late_push_weighs_the_size_by_what_the_loss_leaves(loss, weight):
+    size = adapted()[0].num_core_parameters
+    _, _, adapter = adapted(
+        target_parameters=24 + size // 2, early=0, late=10, wanted_loss=2.0, pressure=0.2, rho=0.25
+    )
+    note(adapter, loss)
+    assert adapter.allowed_size == size // 2 + math.floor((size - size // 2) * 0.9**3)  # after one step of ten
+    assert mean_fall(adapter) == pytest.approx(0.2 * weight * RATE, rel=1e-3)
+
+
+def test_the_wanted_loss_is_the_smoothed_one_at_the_end_of_the_early_stage():
+    _, _, adapter = adapted(target_parameters=500, early=3, late=5)
+    for loss in (1.0, 2.0):
+        note(adapter, loss)
+        assert adapter.wanted_loss.isnan()
+    note(adapter, 4.0)
+    smoothed = (0.95**2 * 1 + 0.95 * 2 + 4) / (0.95**2 + 0.95 + 1)
+    assert adapter.wanted_loss.item() == pytest.approx(smoothed)
+    note(adapter, 8.0)
+    assert adapter.wanted_loss.item() == pytest.approx(smoothed)
+
+
+def test_a_given_wanted_loss_stays():
+    _, _, adapter = adapted(target_parameters=500, early=3, late=5, wanted_loss=0.7)
+    for loss in (1.0, 2.0, 4.0, 8.0):
+        note(adapter, loss)
+        assert adapter.wanted_loss.item() == 0.7
