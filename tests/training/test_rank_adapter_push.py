@@ -68,3 +68,36 @@ def test_a_given_wanted_loss_stays():
     for loss in (1.0, 2.0, 4.0, 8.0):
         note(adapter, loss)
         assert adapter.wanted_loss.item() == 0.7
+
+
+def ranks_of_a_layer_that_learns_noise(gamma, steps=60):
+    torch.manual_seed(0)
+    layer = TTLinear(24, 24, in_factors=(4, 6), out_factors=(6, 4), ranks=12)
+    add_rank_gates(layer)
+    optimizer = TTMuon(layer, 1e-4, gate_lr=0.05)
+    settings = RankAdaptation(gamma=gamma, early=steps, late=0, cut_every=20)
+    adapter = RankAdapter(layer, optimizer, settings, total_steps=steps)
+    for _ in range(steps):
+        loss = (layer(torch.randn(16, 24)) - torch.randn(16, 24)).square().mean()
+        loss.backward()
+        adapter.before_step(loss)
+        optimizer.step()
+        adapter.after_step()
+        optimizer.zero_grad()
+    adapter.finish()
+    return layer.ranks
+
+
+def test_what_the_loss_does_not_need_dies_of_pressure_alone():
+    assert ranks_of_a_layer_that_learns_noise(gamma=0.0) == (4, 12, 4)
+    assert 0 < sum(ranks_of_a_layer_that_learns_noise(gamma=0.3)) < 4 + 12 + 4
+
+
+def test_gates_smaller_than_their_push_become_zero():
+    layer, _, adapter = adapted(early=5, late=0, gamma=0.1)
+    small = torch.tensor([1e-6, -1e-6])
+    layer.rank_gate_2.data[1:3] = small
+    note(adapter, 1.0)
+    zeros = [gate == 0 for gate in layer.rank_gates()]
+    assert zeros[2].tolist() == [False, True, True, False, False, False]
+    assert sum(zero.sum().item() for zero in zeros) == 2
