@@ -101,3 +101,23 @@ def test_gates_smaller_than_their_push_become_zero():
     zeros = [gate == 0 for gate in layer.rank_gates()]
     assert zeros[2].tolist() == [False, True, True, False, False, False]
     assert sum(zero.sum().item() for zero in zeros) == 2
+
+
+@pytest.mark.parametrize(
+    ("stages", "factor"),
+    [
+        ({"early": 5, "late": 0}, 1 - 0.3 * RATE),
+        ({"early": 0, "late": 10, "target_parameters": 500}, 1 - 0.3 * RATE),
+        ({"early": 0, "late": 0}, 1.0),
+    ],
+    ids=["early", "late", "final"],
+)
+def test_beta_shrinks_cores_and_nothing_else(stages, factor):
+    layer, _, adapter = adapted(beta=0.3, gamma=0.0, pressure=0.0, **stages)
+    layer.bias.data.fill_(1)
+    before = [core.detach().clone() for core in layer.cores()]
+    note(adapter, 1.0)
+    for core, old in zip(layer.cores(), before, strict=True):
+        torch.testing.assert_close(core.detach(), old * factor, rtol=1e-6, atol=0)
+    assert (adapter.table.flat() == 1).all()
+    assert (layer.bias == 1).all()
