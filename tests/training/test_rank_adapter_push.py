@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 
 from hf_comera import RankAdaptation, RankAdapter, TTMuon, add_rank_gates
 from hf_comera.modules import TTLinear
+from hf_comera.training.rank_objective import relative_push
 
 RATE = 1e-3
 
@@ -121,3 +124,37 @@ def test_beta_shrinks_cores_and_nothing_else(stages, factor):
         torch.testing.assert_close(core.detach(), old * factor, rtol=1e-6, atol=0)
     assert (adapter.table.flat() == 1).all()
     assert (layer.bias == 1).all()
+
+
+def test_clipping_the_gradient_leaves_the_push_as_it_is():
+    layer, optimizer, adapter = adapted(
+        optimizer=lambda layer: torch.optim.SGD(layer.parameters(), lr=0.1), early=5, late=0, gamma=0.1
+    )
+    push = relative_push(adapter.table, adapter.table.flat())
+    loss = layer(torch.randn(8, 24)).square().sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(layer.parameters(), 1e-6)
+    adapter.before_step(loss)
+    optimizer.step()
+    adapter.after_step()
+    torch.testing.assert_close(1 - adapter.table.flat(), 0.1 * 0.1 * push, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("gradient", "skipped"), [(torch.inf, True), (0.0, False)])
+def test_steps_that_a_gradient_scaler_skips_count_but_push_nothing(gradient, skipped):
+    Accelerator(cpu=True)
+    layer, optimizer, adapter = adapted(
+        optimizer=lambda layer: AcceleratedOptimizer(TTMuon(layer, RATE), scaler=torch.amp.GradScaler("cpu")),
+        early=5, late=0, gamma=0.1, beta=0.1,
+    )  # fmt: skip
+    before = [core.detach().clone() for core in layer.cores()]
+    for parameter in layer.parameters():
+        parameter.grad = torch.full_like(parameter, gradient)
+    optimizer.scaler.scale(torch.ones(()))  # which begins its work
+    adapter.before_step(torch.tensor(1.0))
+    optimizer.step()
+    adapter.after_step()
+    assert optimizer.step_was_skipped == skipped
+    assert (adapter.table.flat() == 1).all() == skipped
+    assert all(torch.equal(core, old) for core, old in zip(layer.cores(), before, strict=True)) == skipped
+    assert adapter.step == 1
