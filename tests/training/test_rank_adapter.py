@@ -87,6 +87,27 @@ def test_the_wanted_size_is_met_within_one_rank(name, part, optimizer):
     assert all(p.requires_grad for p in model.parameters() if p.numel())
 
 
+LOSS_FACTORS = {"nan": lambda _: torch.nan, "ascent": lambda _: -1, "zero": lambda _: 0, "exploding": lambda k: 10**k}
+
+
+@pytest.mark.parametrize("factor", LOSS_FACTORS.values(), ids=LOSS_FACTORS)
+def test_the_wanted_size_is_met_whatever_the_loss_did(factor):
+    model, inputs = compressed()
+    wanted = target(model, 0.4)
+    optimizer, adapter = adapted(model, RankAdaptation(target_parameters=wanted, early=2, late=8, cut_every=2))
+    for step in range(STEPS):
+        loss = model(**inputs).loss * factor(step)
+        loss.backward()
+        adapter.before_step(loss.abs())
+        if loss.isfinite():  # gradient scalers leave out the others
+            optimizer.step()
+        adapter.after_step()
+        optimizer.zero_grad()
+    assert adapter.stage == "final"
+    gates = sum(gate.numel() for gate in adapter.table.gates)
+    assert wanted - largest_slice(model) < size_report(model).parameters - gates <= wanted
+
+
 def test_a_ratio_is_of_the_dense_model():
     model, inputs = compressed()
     dense = size_report(model).dense_parameters
