@@ -3,42 +3,15 @@
 Few tokens, so that nothing is done in chunks, which on a CPU spare memory for more operations.
 """
 
-import collections
-
 import torch
-from torch._library.custom_ops import OPDEFS
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from hf_comera import ComeraConfig, get_comera_model
 from hf_comera.modules import TTLinear
 from hf_comera.modules.halves_bank import HalvesBank
+from tests.operation_count import CountComputations
 
-VIEWS_AND_ALLOCATIONS = {
-    *("view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze", "detach", "alias"),
-    *("split", "split_with_sizes", "unbind", "as_strided", "_unsafe_view", "diagonal", "empty_like", "new_empty"),
-    "is_same_size",
-}
 BUDGET = 620
-
-
-class CountOperations(TorchDispatchMode):
-    """Operations that compute, also those inside custom operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        namespace, name = func._schema.name.split("::")
-        if namespace == "hf_comera":
-            with self:
-                return OPDEFS[func._schema.name]._init_fn(*args, **(kwargs or {}))
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with self:
-                return func.decompose(*args, **(kwargs or {}))
-        self.seen[name] += name not in VIEWS_AND_ALLOCATIONS
-        return func(*args, **(kwargs or {}))
 
 
 def six_encoders():
@@ -50,9 +23,9 @@ def operations(model):
     batch = {"input_ids": torch.randint(30522, (2, 16)), "labels": torch.tensor([0, 1])}
     for _ in range(2):  # how ranks are padded is found in the first
         model.zero_grad()
-        with CountOperations() as count:
+        with CountComputations() as count:
             model(**batch).loss.backward()
-    return sum(count.seen.values())
+    return count.total
 
 
 def test_six_encoders_stay_within_the_budget():
