@@ -31,19 +31,20 @@ ELEMENTWISE = [
 KEPT = {
     "0": [torch.tensor(i) for i in ([0, 2, 3], [1], [0, 1, 2, 4])],
     "2": [torch.tensor(i) for i in ([2, 3], [0, 2, 3, 1])],
+    "3": [torch.tensor(i) for i in ([1, 2, 4], [3, 0])],
 }
 GONE = {"2": [torch.arange(4), torch.arange(0)]}
 
 
 def new_model():
-    """A chain of layers of unequal orders with gates; the embedding of one core has none."""
+    """A chain of layers of unequal orders with gates; the embedding comes first, its cores have four axes."""
     torch.manual_seed(0)
     linears = [
         TTLinear(12, 20, in_factors=(4, 3), out_factors=(4, 5), ranks=(4, 5, 5), dtype=torch.float64),
         nn.Linear(20, 14, dtype=torch.float64),
         TTLinear(14, 9, in_factors=(7, 2), out_factors=(9,), ranks=(4, 4), dtype=torch.float64),
     ]
-    embedding = TTMEmbedding(5, 12, in_factors=(5,), out_factors=(12,), dtype=torch.float64)
+    embedding = TTMEmbedding(5, 12, in_factors=(2, 1, 3), out_factors=(3, 2, 2), ranks=(5, 4), dtype=torch.float64)
     model = nn.Sequential(*linears, embedding)
     for layer in trains(model).values():
         layer.add_rank_gates()
@@ -53,7 +54,7 @@ def new_model():
 
 
 def trains(model):
-    return {"0": model[0], "2": model[2]}
+    return {"0": model[0], "2": model[2], "3": model[3]}
 
 
 def train(model, optimizer, steps, seed=0):
@@ -98,7 +99,7 @@ def test_parameters_gradients_and_state_are_sliced_exactly(make):
         for name, p in model.named_parameters()
     }
     cut_ranks(trains(model), KEPT, optimizer)
-    assert (model[0].ranks, model[2].ranks) == ((3, 1, 4), (2, 4))
+    assert [layer.ranks for layer in trains(model).values()] == [(3, 1, 4), (2, 4), (3, 2)]
     for name, parameter in model.named_parameters():
         value, grad, state = before[name]
         assert torch.equal(parameter, expected_slice(name, value))
@@ -164,8 +165,8 @@ def test_the_record_of_trains_loses_the_removed_one():
     model, optimizer = trained(OPTIMIZERS["tt-muon"])
     cut_ranks(trains(model), {"0": [torch.arange(0)] * 3}, optimizer)
     group = optimizer.param_groups[0]
-    assert group["names"] == ["2.core_0", "2.core_1", "2.core_2", "3.core_0"]
-    assert group["trains"] == [(3, 2, 14 * 9), (1, 0, 5 * 12)]
+    assert group["names"] == [f"{layer}.core_{place}" for layer in (2, 3) for place in range(3)]
+    assert group["trains"] == [(3, 2, 14 * 9), (3, 1, 5 * 12)]
     fresh = TTMuon(model, lr=1e-2)
     groups = [{group["group_name"]: group["names"] for group in each.param_groups} for each in (optimizer, fresh)]
     assert groups[0] == groups[1]
