@@ -1,6 +1,8 @@
 """``RankAdaptation``: the settings of rank-adaptive training, checked and explained in one place."""
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 
 from hf_comera.training.stages import Stages, resolve_steps
 
@@ -68,24 +70,27 @@ class RankAdaptation:
                 f"target_ratio={self.target_ratio} and target_parameters={self.target_parameters} are both given. "
                 "Give the one that you know, and leave the other None."
             )
-        if self.target_ratio is not None and not 0 < self.target_ratio <= 1:
+        if self.target_ratio is not None and not (_is_number(self.target_ratio) and 0 < self.target_ratio <= 1):
             raise ValueError(
-                f"target_ratio={self.target_ratio} is the wanted part of the dense parameters and must be above 0 and "
-                "at most 1, for example target_ratio=0.02 for 50 times fewer."
+                f"target_ratio={self.target_ratio!r} is the wanted part of the dense parameters and must be above 0 "
+                "and at most 1, for example target_ratio=0.02 for 50 times fewer."
             )
         if self.target_parameters is not None:
             _check_integer("target_parameters", self.target_parameters, least=1, example=1_500_000)
         _check_integer("min_rank", self.min_rank, least=0, example=0)
-        if not 0 <= self.threshold < 1:
-            raise ValueError(f"threshold={self.threshold} must be at least 0 and below 1, for example 0.01.")
-        if self.wanted_loss is not None and not abs(self.wanted_loss) > 0:
+        if not (_is_number(self.threshold) and 0 <= self.threshold < 1):
             raise ValueError(
-                f"wanted_loss={self.wanted_loss} must be a number other than zero, since losses are compared relative "
-                "to it; for example 0.8, or None for the loss at the end of the early stage."
+                f"threshold={self.threshold!r} must be a number of at least 0 and below 1, for example 0.01."
+            )
+        if self.wanted_loss is not None and not (_is_number(self.wanted_loss) and self.wanted_loss != 0):
+            raise ValueError(
+                f"wanted_loss={self.wanted_loss!r} must be a finite number other than zero, since losses are compared "
+                "relative to it; for example 0.8, or None for the loss at the end of the early stage."
             )
         for name in ("gamma", "beta", "pressure", "rho"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative, for example {name}=0.1.")
+            value = getattr(self, name)
+            if not (_is_number(value) and value >= 0):
+                raise ValueError(f"{name}={value!r} must be a finite number of at least 0, for example {name}=0.1.")
         for name in ("early", "late", "cut_every"):
             resolve_steps(name, getattr(self, name), 2**62)
 
@@ -120,3 +125,7 @@ class RankAdaptation:
 def _check_integer(name: str, value: int, *, least: int, example: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r} is not an integer of at least {least}. Use for example {name}={example}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
