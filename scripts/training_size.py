@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_comera.modules.halves_bank import drop_kept_halves
 from peak_memory import largest_growth
 
 
@@ -37,14 +36,9 @@ def training_peak(step: Callable[[], object], model: nn.Module, optimizers: Sequ
 
     Call it in a process of its own; the first step is not counted. None where the system does not say it of one step.
     """
-
-    def whole_step() -> None:
-        step()
-        drop_kept_halves()  # what is there before a step and during it is not seen
-
-    whole_step()
+    step()
     sizes = bytes_by_kind(model, optimizers)
-    growth = largest_growth(whole_step, torch.device("cpu"))
+    growth = largest_growth(step, torch.device("cpu"))
     if growth.num_bytes is None or growth.measured_by != "VmHWM":
         return None
     return sizes.weights + sizes.optimizer + growth.num_bytes
