@@ -193,7 +193,7 @@ def _add_by_row(table: Tensor, rows: Tensor, values: Tensor) -> None:
 
 def _coordinates(tables: HalfTables, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of the left and of the right table that make the rows ``ids``."""
-    right_rows = tables.right.shape[0]
+    right_rows, ids = tables.right.shape[0], ids.long()
     return ids // right_rows, ids % right_rows
 
 
@@ -206,7 +206,13 @@ def _gathered(tables: HalfTables, unique_U: Tensor) -> Iterator[tuple[int, Tenso
 
 
 def check_ids(ids: Tensor, num_embeddings: int) -> None:
-    """Padded rows exist in the cores but not in the table: an id that reaches one is an error, as in torch."""
+    """Padded rows exist in the cores but not in the table: an id that reaches one is an error, as in torch.
+
+    Raises:
+        IndexError: If there is such an id, or ids are no integers.
+    """
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise IndexError(f"ids have dtype {ids.dtype}, but rows are named by integers. Pass ids.long(), for example.")
     if ids.device.type != "cpu" or not ids.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(ids))
