@@ -111,12 +111,12 @@ def _about_hidden_layers(rows: Sequence[FamilyCost]) -> Iterator[str]:
 
 def _about_dropout(model: nn.Module, device: torch.device) -> Iterator[str]:
     drawing = [module for module in model.modules() if isinstance(module, nn.Dropout) and 0 < module.p < 1]
-    fast = sum(isinstance(module, FastDropout) for module in drawing)
-    if fast and device.type == "cpu":
+    fast, on_cpu = sum(isinstance(module, FastDropout) for module in drawing), device.type in ("cpu", "meta")
+    if fast and on_cpu:
         yield f"Training, {fast} dropouts draw four entries at a time where they have {WORTH_BITS:,} or more."
     elif fast:
         yield f"Training, {fast} dropouts are torch's: drawing several entries at a time is for a CPU."
-    if len(drawing) > fast and device.type == "cpu":
+    if len(drawing) > fast and on_cpu:
         yield (
             f"{len(drawing) - fast} dropouts draw one entry at a time, in one thread: they are of a class of their "
             "own, or the model was not made by get_comera_model. nn.Dropout itself would be faster, or a rate of 0."

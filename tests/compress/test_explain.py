@@ -212,7 +212,8 @@ def test_how_dropout_draws_is_told():
     model = compressed("bert-mlm")
     count = sum(type(module) is FastDropout for module in model.modules())
     assert count > 0
-    assert f"Training, {count} dropouts draw four entries at a time" in notes(model)
+    for device in ("cpu", "meta"):
+        assert f"Training, {count} dropouts draw four entries at a time" in notes(model.to(device))
     next(module for module in model.modules() if type(module) is FastDropout).__class__ = nn.Dropout
     assert "1 dropouts draw one entry at a time, in one thread" in notes(model)
     for module in model.modules():

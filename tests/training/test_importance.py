@@ -4,8 +4,9 @@ import copy
 
 import torch
 
-from hf_comera import RankAdaptation, RankAdapter, TTMuon, add_rank_gates
+from hf_comera import RankAdaptation, TTMuon, add_rank_gates
 from hf_comera.modules import TTLinear
+from tests.training.rank_training import train_ranks
 
 STEPS = 12
 
@@ -19,16 +20,12 @@ def ranks_left(weights):
     optimizer = TTMuon(pair, 1e-3)
     wanted = int(0.6 * 2 * layer.num_core_parameters)
     settings = RankAdaptation(target_parameters=wanted, early=4, late=8, cut_every=2)
-    adapter = RankAdapter(pair, optimizer, settings, total_steps=STEPS)
-    for _ in range(STEPS):
+
+    def new_loss():
         x, y = torch.randn(16, 24), torch.randn(16, 24)
-        loss = sum((weight * layer(x) - y).square().mean() for weight, layer in zip(weights, pair, strict=True))
-        loss.backward()
-        adapter.before_step(loss)
-        optimizer.step()
-        adapter.after_step()
-        optimizer.zero_grad()
-    adapter.finish()
+        return sum((weight * layer(x) - y).square().mean() for weight, layer in zip(weights, pair, strict=True))
+
+    train_ranks(pair, optimizer, settings, STEPS, new_loss)
     return [layer.ranks for layer in pair]
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from hf_comera import RankAdaptation, RankAdapter, TTMuon, add_rank_gates, comera_param_groups
+from hf_comera import RankAdaptation, TTMuon, add_rank_gates, comera_param_groups
 from hf_comera.modules import TTLinear
+from tests.training.rank_training import train_ranks
 
 RANKS = (2, 4, 3, 5, 2)
 SIZE, FACTORS = 64, (4, 4, 4)
@@ -27,19 +28,13 @@ def learn(teacher, student, settings, optimizer, noise):
     add_rank_gates(student)
     optimizer = OPTIMIZERS[optimizer](student)
     schedule = LambdaLR(optimizer, lambda step: max(0.02, 1 - step / STEPS))
-    adapter = RankAdapter(student, optimizer, settings, total_steps=STEPS)
-    for _ in range(STEPS):
+
+    def new_loss():
         x = torch.randn(128, SIZE)
         y = teacher(x).detach()
-        loss = (student(x) - y - noise * torch.randn_like(y)).square().mean()
-        loss.backward()
-        adapter.before_step(loss)
-        optimizer.step()
-        adapter.after_step()
-        optimizer.zero_grad()
-        schedule.step()
-    adapter.finish()
-    return loss.item()
+        return (student(x) - y - noise * torch.randn_like(y)).square().mean()
+
+    return train_ranks(student, optimizer, settings, STEPS, new_loss, schedule)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])

@@ -10,6 +10,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from hf_comera import RankAdaptation, RankAdapter, TTMuon, add_rank_gates
 from hf_comera.modules import TTLinear
 from hf_comera.training.rank_objective import relative_push
+from tests.training.rank_training import train_ranks
 
 RATE = 1e-3
 
@@ -79,15 +80,11 @@ def ranks_of_a_layer_that_learns_noise(gamma, steps=60):
     add_rank_gates(layer)
     optimizer = TTMuon(layer, 1e-4, gate_lr=0.05)
     settings = RankAdaptation(gamma=gamma, early=steps, late=0, cut_every=20)
-    adapter = RankAdapter(layer, optimizer, settings, total_steps=steps)
-    for _ in range(steps):
-        loss = (layer(torch.randn(16, 24)) - torch.randn(16, 24)).square().mean()
-        loss.backward()
-        adapter.before_step(loss)
-        optimizer.step()
-        adapter.after_step()
-        optimizer.zero_grad()
-    adapter.finish()
+
+    def new_loss():
+        return (layer(torch.randn(16, 24)) - torch.randn(16, 24)).square().mean()
+
+    train_ranks(layer, optimizer, settings, steps, new_loss)
     return layer.ranks
 
 
