@@ -33,7 +33,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 HOW_TO_READ = """\
 How to read the figures: times are medians over the rounds. The ratio says how
 many times faster the tensor train is: the median of the ratios within a round.
-Saved bytes stay in memory between forward and backward, parameters not counted.
+Saved bytes are those that autograd saves from forward to backward, without
+parameters, and without what halves keep for their own backward.
 Peak bytes are weights, optimizer state and the most that a step adds, on a CPU
 measured in a process of its own for each form, which hands back freed memory at
 once (as in bench_memory.py); empty where the system does not say.
