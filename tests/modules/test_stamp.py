@@ -23,6 +23,17 @@ def test_a_stamp_fits_until_something_changes(dtype):
     assert not stamp.fits(tensors)
 
 
+@pytest.mark.parametrize("axes", [(0, 1, 2), (2, 0, 1)], ids=["contiguous", "permuted"])
+def test_a_change_of_any_single_entry_ends_it(axes):
+    tensors = [nn.Parameter(torch.randn(2, 3, 5).permute(axes)), nn.Parameter(torch.randn(3))]
+    for tensor in tensors:
+        for place in range(tensor.numel()):
+            stamp = Stamp.of(tensors)
+            tensor.data[torch.unravel_index(torch.tensor(place), tensor.shape)].neg_()
+            assert not stamp.fits(tensors)
+            assert Stamp.of(tensors).fits(tensors)
+
+
 def test_not_a_number_is_no_change():
     tensors = [nn.Parameter(torch.full((3,), torch.nan))]
     assert Stamp.of(tensors).fits(tensors)
@@ -61,6 +72,7 @@ def test_copies_of_a_kept_thing_start_with_nothing():
 EDITS = {
     "in place": lambda table: table.core_1.detach().mul_(2),
     "through .data": lambda table: table.core_1.data.mul_(2),
+    "one entry through .data": lambda table: table.core_1.data[-1, 1].mul_(2),
     "load_state_dict": lambda table: table.load_state_dict({k: 2 * v for k, v in table.state_dict().items()}),
     "load_cores": lambda table: table.load_cores([core.detach() + 0.1 for core in table.cores()]),
     "rank gates": lambda table: (table.add_rank_gates(), table.rank_gate_0.data.mul_(2)),
