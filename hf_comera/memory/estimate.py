@@ -24,6 +24,9 @@ from hf_comera.memory.fake_copy import fake_copy
 from hf_comera.memory.live_bytes import LiveBytes
 from hf_comera.memory.policy import NAMED_POLICIES, ActivationPolicy, as_policy
 from hf_comera.memory.saved_bytes import SavedBytes
+from hf_comera.modules.tt_linear import TTLinear
+from hf_comera.ops.kernel_switch import kernels_serve
+from hf_comera.ops.precision import chain_dtype
 
 __all__ = ["MemoryEstimate", "PolicyMemory", "activation_bytes_by_megatron", "estimate_memory"]
 
@@ -171,6 +174,7 @@ class _FakeStep:
         tensors = {name: item for name, item in batch.items() if isinstance(item, Tensor)}
         self.batch = {name: mode.from_tensor(item.to(device), static_shapes=True) for name, item in tensors.items()}
         self.weights = _num_bytes([*self.model.parameters(), *self.model.buffers()])
+        self.core_copies = _core_copies(self.model)
         self.autocast, self.device = autocast, device
 
     def loss(self) -> Tensor:
@@ -198,12 +202,20 @@ class _FakeStep:
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return PolicyMemory(activations=saved.total, peak=self.weights + self.optimizer_bytes() + live.peak)
+        activations, peak = (found + self.core_copies for found in (saved.total, live.peak))
+        return PolicyMemory(activations=activations, peak=self.weights + self.optimizer_bytes() + peak)
 
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer's state."""
         states = self.optimizer.state.values()
         return _num_bytes([item for state in states for item in state.values() if isinstance(item, Tensor)])
+
+
+def _core_copies(model: nn.Module) -> int:
+    """Bytes of cores that stacked halves copy for their own backward; those of stand-ins are built one by one."""
+    layers = [module for module in model.modules() if isinstance(module, TTLinear)]
+    cores = [core for layer in layers if not kernels_serve(layer.core_0.device) for core in layer.cores()]
+    return sum(core.nbytes for core in cores if core.requires_grad and chain_dtype(core) == core.dtype)
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

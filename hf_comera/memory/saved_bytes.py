@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_comera.memory.lineage import is_plain
 from hf_comera.memory.session import Session
 from hf_comera.memory.sources import Saved, Whole
+from hf_comera.ops.kept_aside import hearing_of_kept
 
 __all__ = ["SavedBytes"]
 
@@ -20,7 +21,8 @@ __all__ = ["SavedBytes"]
 class SavedBytes:
     """Context in which what autograd saves is counted; each storage once.
 
-    It counts what is still kept when the context is left; of tensors that are more than a storage, their entries.
+    It counts what is still kept when the context is left; of tensors that are more than a storage, their entries. What
+    halves keep for their own backward is counted where they are built within.
 
     ::
 
@@ -35,6 +37,8 @@ class SavedBytes:
     def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
         self._uncounted = {tensor.untyped_storage()._cdata for tensor in parameters}
         self._saved: weakref.WeakSet[Whole] = weakref.WeakSet()
+        self._kept_aside: list[weakref.ref[Tensor]] = []
+        self._hearing = hearing_of_kept(self._note_kept_aside)
         self._sessions: list[Session] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, Saved.tensor)
         self.total = 0
@@ -43,13 +47,17 @@ class SavedBytes:
     def __enter__(self) -> SavedBytes:
         _present().append(self)
         self._hooks.__enter__()
+        self._hearing.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._hearing.__exit__(*exception)
         self._hooks.__exit__(*exception)
         _present().remove(self)
         found: dict[int, int] = {}
-        for item in [*self._saved, *(source for session in self._sessions for source in session.claims.sources)]:
+        kept_aside = [tensor for reference in self._kept_aside if (tensor := reference()) is not None]
+        sources = [source for session in self._sessions for source in session.claims.sources]
+        for item in [*self._saved, *kept_aside, *sources]:
             self._count(item, found)
         self.total = sum(found.values())
         self._sessions = []
@@ -59,6 +67,9 @@ class SavedBytes:
         """Count what ``session`` saves, wherever it is being counted."""
         for counter in _present():
             counter._sessions.append(session)
+
+    def _note_kept_aside(self, tensors: Iterable[Tensor]) -> None:
+        self._kept_aside += [weakref.ref(tensor) for tensor in tensors]
 
     def _note(self, tensor: Tensor) -> Saved:
         source = Whole(tensor)

@@ -9,6 +9,7 @@ Source: CoMERA, arXiv:2405.14377, contraction paths, for the halves; stacking th
 # Shapes here: I = in features, O = out features, R = middle rank rounded up to a multiple of RANK_MULTIPLE,
 # L = layers, F = features of one side.
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_comera.ops.gradients import gradients_of
+from hf_comera.ops.kept_aside import tell_kept
 from hf_comera.ops.precision import chain_dtype
 from hf_comera.tt.cores import contract_left, contract_left_backward, contract_right, contract_right_backward
 from hf_comera.tt.ragged import RaggedStacks
@@ -143,8 +145,9 @@ class _StackedHalves(torch.autograd.Function):
         stored, dtype = side.cores[0][0].dtype, ctx.cores[0].dtype
         scaled = [(core * gate).to(stored).to(dtype) for core, gate in zip(ctx.cores, ctx.gates, strict=False)]
         ctx.scaled = scaled + ctx.cores[len(scaled) :]
-        ctx.products = contract_left(ctx.scaled) if side.on_left else contract_right(ctx.scaled)
-        half = ctx.products[-1].mT if side.on_left else ctx.products[0]
+        products = contract_left(ctx.scaled) if side.on_left else contract_right(ctx.scaled)
+        half, ctx.inner = (products[-1].mT, products[:-1]) if side.on_left else (products[0], products[1:])
+        tell_kept([*ctx.cores, *ctx.gates, *ctx.scaled, *ctx.inner])
         half_LRF = half[..., : side.features].to(side.dtype).contiguous()
         return tuple(half_RF[:rank] for half_RF, rank in zip(half_LRF.unbind(), side.ranks(), strict=True))
 
@@ -173,15 +176,15 @@ def _stacked_gradients(ctx: Any, used: list[int], grads: list[Any]) -> list[list
             return stacked
         return [torch.stack([tensor[index] for index in used]) for tensor in stacked]  # an index list would be copied
 
-    cores, gates, scaled, products = map(of_used, (ctx.cores, ctx.gates, ctx.scaled, ctx.products))
-    covered = products[-1].shape[-2] if side.on_left else products[0].shape[-1]
-    rank = products[-1].shape[-1] if side.on_left else products[0].shape[-2]
+    cores, gates, scaled, inner = map(of_used, (ctx.cores, ctx.gates, ctx.scaled, ctx.inner))
+    covered = math.prod(core.shape[-2] for core in cores)
+    rank = cores[-1].shape[-1] if side.on_left else cores[0].shape[-3]
     stacks = _stacks([[grad.shape for grad in grads]], [(rank, covered)], grads[0].device)
     (grad_LRF,) = stacks.spread(stacks.join([grads]).to(cores[0].dtype))
     if side.on_left:
-        dscaled = contract_left_backward(scaled, products, grad_LRF.mT)
+        dscaled = contract_left_backward(scaled, inner, grad_LRF.mT)
     else:
-        dscaled = contract_right_backward(scaled, products, grad_LRF)
+        dscaled = contract_right_backward(scaled, inner, grad_LRF)
     triples = list(zip(dscaled, cores, gates, strict=False))
     dcores = [grad * gate for grad, _, gate in triples] + dscaled[len(gates) :]
     found = _by_layer(side.stacks_of_cores(used), dcores, side.cores[0][0].dtype)

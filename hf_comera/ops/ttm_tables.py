@@ -56,10 +56,10 @@ def half_tables_backward(
     """Gradients of the cores from those of ``left_AHR`` and ``right_BRK``, each in its core's shape and dtype."""
     split, rank = tables.split, grad_left.shape[-1]
     grad_half = _interleave(grad_left, cores[:split]).reshape(-1, rank)
-    grads = contract_left_backward(tables.cores[:split], tables.prefixes, grad_half)
+    grads = contract_left_backward(tables.cores[:split], tables.prefixes[:-1], grad_half)
     if split < len(cores):
         grad_half = _interleave(grad_right.transpose(1, 2), cores[split:]).reshape(-1, rank).T
-        grads += contract_right_backward(tables.cores[split:], tables.suffixes, grad_half)
+        grads += contract_right_backward(tables.cores[split:], tables.suffixes[1:], grad_half)
     return [grad.reshape(core.shape).to(core.dtype) for grad, core in zip(grads, cores, strict=True)]
 
 

@@ -39,12 +39,17 @@ def contract_left(cores: Sequence[Tensor]) -> list[Tensor]:
 def contract_left_backward(cores: Sequence[Tensor], prefixes: Sequence[Tensor], grad_half: Tensor) -> list[Tensor]:
     """Gradient of each core, given the gradient of ``contract_left(cores)[-1]``.
 
+    Args:
+        cores: As there.
+        prefixes: What it gave, without the half.
+        grad_half: The gradient.
+
     Shape:
         ``grad_half`` ``(..., n_1 ... n_d, r_d)`` -> one gradient of each core's shape.
     """
     grads: list[Tensor] = []
     grad = grad_half
-    for core, prefix in zip(reversed(cores[1:]), reversed(prefixes[:-1]), strict=True):
+    for core, prefix in zip(reversed(cores[1:]), reversed(prefixes), strict=True):
         grad = grad.reshape(*prefix.shape[:-1], -1)
         grads.append((prefix.mT @ grad).reshape(core.shape))
         grad = grad @ core.flatten(-2).mT
@@ -69,12 +74,17 @@ def contract_right(cores: Sequence[Tensor]) -> list[Tensor]:
 def contract_right_backward(cores: Sequence[Tensor], suffixes: Sequence[Tensor], grad_half: Tensor) -> list[Tensor]:
     """Gradient of each core, given the gradient of ``contract_right(cores)[0]``.
 
+    Args:
+        cores: As there.
+        suffixes: What it gave, without the half.
+        grad_half: The gradient.
+
     Shape:
         ``grad_half`` ``(..., r_0, n_1 ... n_d)`` -> one gradient of each core's shape.
     """
     grads: list[Tensor] = []
     grad = grad_half
-    for core, suffix in zip(cores[:-1], suffixes[1:], strict=True):
+    for core, suffix in zip(cores[:-1], suffixes, strict=True):
         grad = grad.reshape(*core.shape[:-3], -1, suffix.shape[-1])
         grads.append((grad @ suffix.mT).reshape(core.shape))
         grad = core.flatten(-3, -2).mT @ grad

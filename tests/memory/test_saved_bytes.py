@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from hf_comera.memory import ActivationPolicy, SavedBytes, set_activation_policy
+from hf_comera.modules import TTLinear
 from tests.memory.policy_runs import RANK, Of, stacks
 
 X = 24 * 32  # bytes of a (4, 6, 8) tensor
@@ -39,6 +40,18 @@ def test_parameters_are_not_counted():
     module, x = nn.Linear(8, 8), torch.randn(4, 6, 8, requires_grad=True)
     assert counted(module, x) == X + 64 * 4
     assert counted(module, x, module.parameters()) == X
+
+
+@pytest.mark.parametrize("gates", [False, True], ids=["cores", "gated"])
+def test_what_halves_keep_for_their_own_backward_is_counted_where_they_are_built(gates):
+    layer, x = TTLinear(8, 12, ranks=2, in_factors=(2, 4), out_factors=(3, 4)), torch.randn(6, 8)
+    if gates:
+        layer.add_rank_gates()
+    cores = [1 * 2 * 2, 2 * 4 * 8, 8 * 3 * 2, 2 * 4 * 1]  # the rank in the middle is padded to 8
+    gated = (sum(cores[:3]) + 2 + 8 + 2) * gates
+    right_half, code = 8 * 12, 6 * 8
+    assert counted(layer, x, [*layer.parameters(), x]) == 4 * (right_half + code + sum(cores) + gated)
+    assert counted(layer, x, [*layer.parameters(), x]) == 4 * (right_half + code), "they are there already"
 
 
 def test_with_a_policy():
