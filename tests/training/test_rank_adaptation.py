@@ -24,6 +24,7 @@ from tests.architectures import ARCHITECTURES
         ({"cut_every": "often"}, "cut_every='often' is needed"),
         ({"gamma": -0.1}, "gamma=-0.1 must be a finite number of at least 0, for example gamma=0.1"),
         ({"gamma": float("inf")}, "gamma=inf must be a finite number"),
+        ({"gamma": 10**400}, "gamma=10*00 must be a finite number"),
         ({"gamma": "x"}, "gamma='x' must be a finite number"),
         ({"gamma": None}, "gamma=None must be a finite number"),
         ({"beta": float("nan")}, "beta=nan must be a finite number"),
