@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from hf_comera.modules import TTLinear, TTMEmbedding
-from hf_comera.modules.unwritten_heads import is_worth_codes
 from hf_comera.modules.wide_hidden import is_wide_enough
 from hf_comera.ops.halves import padded_rank
 from hf_comera.ops.ttm_tables import half_tables
@@ -117,7 +116,7 @@ def _unwritten(layer: TTLinear, rows: int, dtype: torch.dtype) -> str:
     core, rank = layer.cores()[0], padded_rank(layer.middle_rank)
     on_cpu = core.device.type in ("cpu", "meta")
     if layer.joined is not None and layer.joined.num_code_heads is not None:
-        return AS_CODES if on_cpu and is_worth_codes(rows, layer.out_features) else ""
+        return AS_CODES if layer.code_heads(rows) is not None else ""
     if not layer.is_wide or not is_wide_enough(rows, layer.out_features):
         return ""
     if takes_kernels_like(core.new_empty(rank, 0, dtype=dtype)):

@@ -70,7 +70,7 @@ class JoinedProjections:
                 self._pending = None
             if code is not None and half is left:
                 return code
-        siblings = self._siblings(layer) if origin is not None else []
+        siblings = self._siblings(layer, x) if origin is not None else []
         if origin is None or not siblings:
             return to_code(x, left)
         self.num_wasted += self.num_waiting
@@ -120,15 +120,14 @@ class JoinedProjections:
             self.num_wasted += self.num_waiting
             self._pending = None
 
-    def _siblings(self, layer: TTLinear) -> list[TTLinear]:
-        """The members after ``layer``, the first; none if ``layer`` is another or a member cannot join."""
+    def _siblings(self, layer: TTLinear, x: Tensor) -> list[TTLinear]:
+        """The members after ``layer`` that need a code of ``x``; none if it is not the first, or one cannot join."""
         members = [self._members[place]() for place in sorted(self._members)]
-        if not self.enabled or not members or members[0] is not layer:
+        joining = [member for member in members if member is not None and member.joins(x)]
+        if not self.enabled or None in members or not joining or joining[0] is not layer:
             return []
-        others = [member for member in members[1:] if member is not None]
-        if len(others) < len(members) - 1 or any(one.in_features != layer.in_features for one in others):
-            return []
-        return others if all(can_keep(one.train_parameters()) for one in [layer, *others]) else []
+        can_join = (one.in_features == layer.in_features and can_keep(one.train_parameters()) for one in joining)
+        return joining[1:] if all(can_join) else []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JoinedProjections:
         memo[id(self)] = copied = JoinedProjections()

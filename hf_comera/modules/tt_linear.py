@@ -146,10 +146,8 @@ class TTLinear(TensorTrainModule):
         return x.is_cuda and not isinstance(x, Unwritten) and not self.has_siblings and kernels_are_wanted()
 
     def _code_heads(self, x: Tensor) -> int | None:
-        """Heads of the attention that takes the code as it is; None if there is none, or the output is small."""
-        if self.joined is None or x.ndim != 3 or x.device.type != "cpu" or not can_stand_in(x):
-            return None
-        return self.joined.num_code_heads if is_worth_codes(x.shape[0] * x.shape[1], self.out_features) else None
+        """The same for the rows of ``x``; None also if a stand-in for the output cannot be."""
+        return self.code_heads(x.shape[0] * x.shape[1]) if x.ndim == 3 and can_stand_in(x) else None
 
     @property
     def has_siblings(self) -> bool:
@@ -165,10 +163,24 @@ class TTLinear(TensorTrainModule):
         """The contraction path that the layer takes for ``rows`` rows of input, once ranks are rounded up.
 
         It is planned for assumed speeds of a device, so that it is the same in every process and after a restart.
+        Where attention takes the code as it is, there has to be one: no path of its own saves as much.
         """
         sizes = (self.in_factors, self.out_factors, self.in_features, self.out_features)
         best, two_sided = planned_path(sizes, self.ranks, max(1, rows), dtype, self.core_0.is_cuda, training=training)
-        return two_sided if self.rank_activation is not None else best
+        if self.rank_activation is not None or (best is not two_sided and self.code_heads(rows) is not None):
+            return two_sided
+        return best
+
+    def joins(self, x: Tensor) -> bool:
+        """Whether the layer needs the code of ``x``, which siblings can make together."""
+        return not self.is_removed and self._other_path(x) is None
+
+    def code_heads(self, rows: int) -> int | None:
+        """Heads of the attention that takes the code as it is; None if there is none, or ``rows`` rows are few."""
+        on_cpu = self.core_0.device.type in ("cpu", "meta")
+        if self.joined is None or not on_cpu or not is_worth_codes(rows, self.out_features):
+            return None
+        return self.joined.num_code_heads
 
     def _other_path(self, x: Tensor) -> ContractionPath | None:
         """The path to take, if it is not the two-sided one; None also in compiled code, which cannot plan."""

@@ -2,9 +2,12 @@
 
 import pytest
 
-from hf_comera.modules import TTLinear, halves_bank, unwritten_heads, wide_hidden
+from hf_comera.modules import TTLinear, halves_bank, tt_linear, unwritten_heads, wide_hidden
 from hf_comera.modules.wide_hidden import WideHidden
 from hf_comera.ops import dropped_attention, kept_bits, wide_code
+from hf_comera.tt.path import candidate_paths
+
+_OTHER_PATH = TTLinear._other_path
 
 
 @pytest.fixture
@@ -28,6 +31,21 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(wide_hidden, "WORTH_CHUNKS", 1)
     monkeypatch.setattr(unwritten_heads, "WORTH_CODES", 1)
     monkeypatch.setattr(kept_bits, "WORTH_BITS", 1)
+
+
+@pytest.fixture
+def paths_by_split(monkeypatch):
+    """Takes a layer, for which a split is from then on planned; all others are two-sided."""
+    chosen = []
+    planned_path = tt_linear.planned_path
+
+    def by_split(*args, **options):
+        _, two_sided = planned_path(*args, **options)
+        return next(path for path in candidate_paths(two_sided.problem) if path.kind == "split"), two_sided
+
+    monkeypatch.setattr(tt_linear, "planned_path", by_split)
+    monkeypatch.setattr(TTLinear, "_other_path", lambda self, x: _OTHER_PATH(self, x) if self in chosen else None)
+    return chosen.append
 
 
 @pytest.fixture

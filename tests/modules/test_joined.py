@@ -72,6 +72,27 @@ def test_one_product_gives_what_three_give(ranks, rank_activation, products):
     assert module.query.joined.num_wasted == 0
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_sibling_with_a_path_of_its_own_leaves_the_others_joined(place, products, paths_by_split):
+    module, x = Siblings(), random_input()
+    paths_by_split(list(module.children())[place])
+    for _ in range(2):
+        products.clear()
+        assert_same_as_alone(module, x)
+        assert products == [sum(width for index, width in enumerate((8, 8, 8)) if index != place)]
+    assert module.query.joined.num_wasted == 0
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_sibling_without_ranks_leaves_the_others_joined(place, products):
+    ranks = [5, 5, 5]
+    ranks[place] = [0] * (len(Siblings().query.ranks) if place == 0 else len(Siblings().key.ranks))
+    module = Siblings(ranks)
+    module(random_input()).sum().backward()
+    assert products == [16]
+    assert module.query.joined.num_wasted == 0
+
+
 def test_other_inputs_give_codes_of_their_own(products):
     module = Siblings()
     assert_same_as_alone(module, random_input(), random_input())

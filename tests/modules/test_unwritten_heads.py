@@ -45,6 +45,15 @@ def test_equals_attention_of_real_tensors(settings, options, uses):
     assert uses == ["code"]
 
 
+def test_a_layer_whose_code_attention_takes_has_no_path_of_its_own(uses, paths_by_split):
+    block, x = Attention(), random_input()
+    paths_by_split(block.v)
+    found = results(block, x, True)
+    assert uses == ["code"]
+    torch.testing.assert_close(found, results(block, x, False))
+    assert block.v.path(10, torch.float64, training=True).kind == "split"
+
+
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
