@@ -97,8 +97,8 @@ class JoinedProjections:
             return f"its implementation is {self.attention._attn_implementation!r}: set_attn_implementation('sdpa')"
         members = [member() for member in self._members.values()]
         for member in members:
-            if member is None or member.is_removed:
-                return "a layer has no ranks left"
+            if member is None:
+                return "a layer is gone"
             if member._forward_hooks:
                 return "a hook watches the output of a layer"
             size, left_over = divmod(member.out_features, self._heads())

@@ -18,6 +18,9 @@ from torch.nn import functional
 from hf_comera.modules.unwritten import Unwritten
 from hf_comera.ops.code_attention import HeadCodes, core_attention, to_output_code, written_out
 from hf_comera.ops.gradients import gradients_of
+from hf_comera.ops.halves import RANK_MULTIPLE
+from hf_comera.ops.precision import autocast_input
+from hf_comera.ops.tt_linear import bias_as_rank
 
 __all__ = ["UnwrittenHeads", "is_worth_codes"]
 
@@ -58,6 +61,13 @@ class UnwrittenHeads(Unwritten):
     def of(cls, code: Tensor, right: Tensor, num_heads: int) -> UnwrittenHeads:
         """The stand-in for ``code @ right``, code ``(B, T, R)``."""
         return _stand_in(HeadCodes(code, right.to(code.dtype), num_heads), _FLAT)
+
+    @classmethod
+    def of_bias(cls, x: Tensor, features: int, bias: Tensor | None, num_heads: int) -> UnwrittenHeads:
+        """The stand-in for what a layer without ranks makes of ``x``: its bias for every row, or zeros."""
+        zeros = autocast_input(x).new_zeros(*x.shape[:-1], RANK_MULTIPLE)
+        code, right, _ = bias_as_rank(zeros, zeros.new_zeros(RANK_MULTIPLE, features), bias, 0, always=True)
+        return cls.of(code, right, num_heads)
 
     def stays_unwritten(self, left: Tensor) -> bool:
         """Besides, whether this is what attention has made, in the layout of an input."""
