@@ -286,4 +286,5 @@ def test_device_map_and_disk_offload(checkpoint, tmp_path_factory):
     offloaded = AutoModelForMaskedLM.from_pretrained(
         checkpoint, device_map=device_map, offload_folder=tmp_path_factory.mktemp("offload")
     )
-    assert torch.equal(offloaded(**inputs).logits, expected)
+    # halves are built layer by layer, which shows in last bits on some processors
+    torch.testing.assert_close(offloaded(**inputs).logits, expected)
