@@ -24,6 +24,7 @@ from hf_comera.memory.fake_copy import fake_copy
 from hf_comera.memory.live_bytes import LiveBytes
 from hf_comera.memory.policy import NAMED_POLICIES, ActivationPolicy, as_policy
 from hf_comera.memory.saved_bytes import SavedBytes
+from hf_comera.modules.halves_bank import core_copies
 from hf_comera.modules.tt_linear import TTLinear
 from hf_comera.ops.kernel_switch import kernels_serve
 from hf_comera.ops.precision import chain_dtype
@@ -212,10 +213,15 @@ class _FakeStep:
 
 
 def _core_copies(model: nn.Module) -> int:
-    """Bytes of cores that stacked halves copy for their own backward; those of stand-ins are built one by one."""
+    """Bytes of cores that stacked halves copy for their own backward; those of stand-ins are built one by one.
+
+    Cores that are converted are copied in both.
+    """
     layers = [module for module in model.modules() if isinstance(module, TTLinear)]
-    cores = [core for layer in layers if not kernels_serve(layer.core_0.device) for core in layer.cores()]
-    return sum(core.nbytes for core in cores if core.requires_grad and chain_dtype(core) == core.dtype)
+    cores = {layer: layer.core_0 for layer in layers if layer.core_0.requires_grad}
+    return core_copies(
+        layer for layer, core in cores.items() if chain_dtype(core) == core.dtype and not kernels_serve(core.device)
+    )
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_comera.memory.lineage import is_plain
 from hf_comera.memory.session import Session
 from hf_comera.memory.sources import Saved, Whole
-from hf_comera.ops.kept_aside import hearing_of_kept
+from hf_comera.ops.kept_aside import hear_of_kept, stop_hearing
 
 __all__ = ["SavedBytes"]
 
@@ -38,7 +38,6 @@ class SavedBytes:
         self._uncounted = {tensor.untyped_storage()._cdata for tensor in parameters}
         self._saved: weakref.WeakSet[Whole] = weakref.WeakSet()
         self._kept_aside: list[weakref.ref[Tensor]] = []
-        self._hearing = hearing_of_kept(self._note_kept_aside)
         self._sessions: list[Session] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, Saved.tensor)
         self.total = 0
@@ -47,11 +46,11 @@ class SavedBytes:
     def __enter__(self) -> SavedBytes:
         _present().append(self)
         self._hooks.__enter__()
-        self._hearing.__enter__()
+        hear_of_kept(self._note_kept_aside)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._hearing.__exit__(*exception)
+        stop_hearing(self._note_kept_aside)
         self._hooks.__exit__(*exception)
         _present().remove(self)
         found: dict[int, int] = {}
@@ -60,7 +59,7 @@ class SavedBytes:
         for item in [*self._saved, *kept_aside, *sources]:
             self._count(item, found)
         self.total = sum(found.values())
-        self._sessions = []
+        self._sessions, self._kept_aside = [], []
 
     @staticmethod
     def add(session: Session) -> None:

@@ -14,7 +14,7 @@ nobody else uses them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,12 +24,12 @@ from torch import Tensor
 from hf_comera.modules.stamp import Stamp, can_keep, note_parameter_edit
 from hf_comera.ops.halves import Side
 from hf_comera.ops.model_halves import model_halves
-from hf_comera.ops.precision import without_autocast
+from hf_comera.ops.precision import chain_dtype, without_autocast
 
 if TYPE_CHECKING:
     from hf_comera.modules.tt_linear import TTLinear
 
-__all__ = ["HalvesBank", "drop_kept_halves"]
+__all__ = ["HalvesBank", "core_copies", "drop_kept_halves"]
 
 T = TypeVar("T")
 
@@ -57,21 +57,24 @@ class HalvesBank:
 
     def halves(self, layer: TTLinear, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``(left_RI, right_RO)`` of ``layer`` in ``dtype``, with a gradient where one is being recorded."""
-        entry = self._entries.get(layer)
-        if entry is None or not entry.holds(layer.train_parameters(), dtype):
-            with without_autocast(layer.core_0):
-                entry = self._build(layer, dtype)
+        entry = self._entry(layer, dtype)
         return entry.left, entry.right
 
     def kept(self, layer: TTLinear, dtype: torch.dtype, label: str, build: Callable[[], T]) -> T:
         """What ``build`` makes of the cores of ``layer``, without a gradient; kept for as long as the halves hold."""
-        self.halves(layer, dtype)
-        entry = self._entries[layer]
-        assert entry is not None
+        entry = self._entry(layer, dtype)
         if label not in entry.others:
             with without_autocast(layer.core_0):
                 entry.others[label] = build()
         return entry.others[label]
+
+    def _entry(self, layer: TTLinear, dtype: torch.dtype) -> _Entry:
+        """That of ``layer``, which holds."""
+        entry = self._entries.get(layer)
+        if entry is not None and entry.holds(layer.train_parameters(), dtype):
+            return entry
+        with without_autocast(layer.core_0):
+            return self._build(layer, dtype)
 
     def drop(self, layer: TTLinear) -> None:
         """Free the halves of ``layer``, which stays a member."""
@@ -93,14 +96,15 @@ class HalvesBank:
             member_dtype = dtype if entry is None or member is layer else entry.dtype
             if can_keep(tensors) and not (entry is not None and entry.holds(tensors, member_dtype)):
                 members[member] = member_dtype
-        found = _build_halves(members)
+        found, built = _build_halves(members), {}
         for member, member_dtype in members.items():
             (left, left_side), (right, right_side) = found[member]
             tensors = member.train_parameters()
             trained = tuple(tensor.requires_grad for tensor in tensors) if torch.is_grad_enabled() else None
             stamp = Stamp.of(tensors)
-            self._entries[member] = _Entry(left, right, member_dtype, (left_side, right_side), stamp, trained)
-        return self._entries[layer]
+            built[member] = _Entry(left, right, member_dtype, (left_side, right_side), stamp, trained)
+        self._entries.update(built)
+        return built[layer]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HalvesBank:
         memo[id(self)] = copied = HalvesBank()
@@ -136,6 +140,13 @@ class _Entry:
         return self.stamp.sees_every_edit and all(
             tensor.grad is not None for tensor in tensors if tensor.requires_grad
         )
+
+
+def core_copies(layers: Iterable[TTLinear]) -> int:
+    """Bytes of the copies that halves of ``layers``, built together, keep of cores for their own backward."""
+    members = {layer: layer.core_0.dtype for layer in layers}
+    sides = [side for on_left in (True, False) for _, side in _families(members, on_left)]
+    return sum(side.num_stacked * chain_dtype(side.cores[0][0]).itemsize for side in sides)
 
 
 def _build_halves(members: dict[TTLinear, torch.dtype]) -> dict[TTLinear, list[tuple[Tensor, Side]]]:

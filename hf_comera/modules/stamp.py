@@ -23,7 +23,8 @@ __all__ = ["Kept", "Stamp", "can_keep", "note_parameter_edit"]
 T = TypeVar("T")
 _State = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
-_memcmp = (ctypes.CDLL("msvcrt") if os.name == "nt" else ctypes.CDLL(None)).memcmp
+# PyDLL: no other thread may run between the question where a tensor lies and the look at what lies there
+_memcmp = ctypes.PyDLL("msvcrt" if os.name == "nt" else None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)
 
 _num_steps = 0
@@ -110,8 +111,8 @@ class _Snapshot:
 
     def __init__(self, tensor: Tensor) -> None:
         steps = zip(tensor.shape, tensor.stride(), strict=True)
-        self.address = tensor.data_ptr()
-        self.num_bytes = (1 + sum((size - 1) * step for size, step in steps)) * tensor.itemsize
+        entries = 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
+        self.address, self.num_bytes = tensor.data_ptr(), entries * tensor.itemsize
         self.values = ctypes.string_at(self.address, self.num_bytes)
 
     def sees_no_change(self) -> bool:
@@ -142,9 +143,10 @@ class Kept:
 
     def get(self, tensors: list[Tensor], make: Callable[[], T]) -> T:
         """What ``make`` gives for ``tensors``."""
-        if self._stamped is None or not self._stamped[0].fits(tensors):
-            self._stamped = (Stamp.of(tensors), make())
-        return self._stamped[1]
+        stamped = self._stamped  # another thread may drop it meanwhile
+        if stamped is None or not stamped[0].fits(tensors):
+            self._stamped = stamped = (Stamp.of(tensors), make())
+        return stamped[1]
 
     def drop(self) -> None:
         """Let go of it."""

@@ -149,7 +149,7 @@ class TTLinear(TensorTrainModule):
         return x.is_cuda and not isinstance(x, Unwritten) and not self.has_siblings and kernels_are_wanted()
 
     def _code_heads(self, x: Tensor) -> int | None:
-        """The same for the rows of ``x``; None also if a stand-in for the output cannot be."""
+        """:meth:`code_heads` for the rows of ``x``; None also if no stand-in for the output can be."""
         return self.code_heads(x.shape[0] * x.shape[1]) if x.ndim == 3 and can_stand_in(x) else None
 
     @property

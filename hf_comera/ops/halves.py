@@ -100,6 +100,11 @@ class Side:
         padded = [shape[-1:] for shape in self._padded_shapes()[: len(shapes)]]
         return _stacks(shapes, padded, self.cores[0][0].device)
 
+    @property
+    def num_stacked(self) -> int:
+        """Entries of the stacked cores, with padding."""
+        return len(self.cores) * sum(map(math.prod, self._padded_shapes()))
+
     def _padded_shapes(self) -> list[tuple[int, ...]]:
         """What the cores of each place are padded to: the largest ranks, the middle one as the products want it."""
         shapes = [

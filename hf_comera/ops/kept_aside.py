@@ -3,30 +3,36 @@
 Torch frees saved tensors after one backward pass. Nodes that outlive it, those of halves, hold on to theirs instead.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+import threading
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-__all__ = ["hearing_of_kept", "tell_kept"]
+__all__ = ["hear_of_kept", "stop_hearing", "tell_kept"]
 
 Listener = Callable[[Iterable[Tensor]], None]
 
-_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=())
+_local = threading.local()
 
 
-@contextmanager
-def hearing_of_kept(listener: Listener) -> Iterator[None]:
-    """Call ``listener`` with the tensors that nodes made within keep for their backward."""
-    token = _listeners.set((*_listeners.get(), listener))
-    try:
-        yield
-    finally:
-        _listeners.reset(token)
+def hear_of_kept(listener: Listener) -> None:
+    """From now on call ``listener`` with the tensors that nodes made in this thread keep for their backward."""
+    _listeners().append(listener)
+
+
+def stop_hearing(listener: Listener) -> None:
+    """Call it no more."""
+    _listeners().remove(listener)
 
 
 def tell_kept(tensors: Iterable[Tensor]) -> None:
     """Say that a node keeps ``tensors`` for its backward."""
-    for listener in _listeners.get():
+    for listener in list(_listeners()):
         listener(tensors)
+
+
+def _listeners() -> list[Listener]:
+    if not hasattr(_local, "listeners"):
+        _local.listeners = []
+    listeners: list[Listener] = _local.listeners
+    return listeners

@@ -6,6 +6,7 @@ from torch import nn
 
 from hf_comera.memory import ActivationPolicy, SavedBytes, set_activation_policy
 from hf_comera.modules import TTLinear
+from hf_comera.modules.stamp import note_parameter_edit
 from tests.memory.policy_runs import RANK, Of, stacks
 
 X = 24 * 32  # bytes of a (4, 6, 8) tensor
@@ -52,6 +53,17 @@ def test_what_halves_keep_for_their_own_backward_is_counted_where_they_are_built
     right_half, code = 8 * 12, 6 * 8
     assert counted(layer, x, [*layer.parameters(), x]) == 4 * (right_half + code + sum(cores) + gated)
     assert counted(layer, x, [*layer.parameters(), x]) == 4 * (right_half + code), "they are there already"
+
+
+def test_a_counter_can_be_used_again():
+    layer, saved = TTLinear(8, 12, ranks=2, in_factors=(2, 4), out_factors=(3, 4)), SavedBytes()
+    totals = []
+    for _ in range(2):
+        note_parameter_edit()
+        with saved:
+            layer(torch.ones(6, 8)).sum()
+        totals.append(saved.total)
+    assert totals[0] == totals[1] > 0
 
 
 def test_with_a_policy():

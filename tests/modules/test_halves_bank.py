@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from hf_comera.modules import TTLinear
+from hf_comera.modules.halves_bank import core_copies
+from hf_comera.ops.kept_aside import hear_of_kept, stop_hearing
 from tests.modules.bank_layers import layers, reference
 
 
@@ -215,3 +217,19 @@ def test_training_by_hand_through_data():
                 parameter.data -= 0.1 * parameter.grad
                 parameter.grad.zero_()
     torch.testing.assert_close(list(stacks[0].parameters()), list(stacks[1].parameters()))
+
+
+@pytest.mark.parametrize("ranks", [(5, 5, 5), (5, 2, 9)], ids=["equal", "ragged"])
+def test_how_much_copies_of_cores_take_is_known_beforehand(ranks):
+    stack, found = layers(ranks), {}
+
+    def listen(tensors):
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor.ndim == 4]  # products have three axes
+        found.update({storage.data_ptr(): storage.nbytes() for storage in storages})
+
+    hear_of_kept(listen)
+    try:
+        stack(torch.randn(2, 12, dtype=torch.float64))
+    finally:
+        stop_hearing(listen)
+    assert core_copies(stack) == sum(found.values()) > 0

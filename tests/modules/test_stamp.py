@@ -34,6 +34,11 @@ def test_a_change_of_any_single_entry_ends_it(axes):
             assert Stamp.of(tensors).fits(tensors)
 
 
+def test_a_tensor_without_entries_has_no_bytes():
+    tensors = [nn.Parameter(torch.empty(1, 3, 0))]
+    assert Stamp.of(tensors).fits(tensors)
+
+
 def test_not_a_number_is_no_change():
     tensors = [nn.Parameter(torch.full((3,), torch.nan))]
     assert Stamp.of(tensors).fits(tensors)

@@ -57,6 +57,15 @@ def test_a_layer_whose_code_attention_takes_has_no_path_of_its_own(uses, paths_b
     assert block.v.path(10, torch.float64, training=True).kind == "split"
 
 
+def test_attention_of_biases_alone(uses):
+    block, x = Attention(ranks=([0] * 5,) * 3), random_input()
+    block.set_codes(True)
+    found = block(x)
+    assert uses == ["code"]
+    block.set_codes(False)
+    torch.testing.assert_close(found, block(x))
+
+
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
