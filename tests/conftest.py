@@ -31,6 +31,12 @@ def _fixed_seeds():
 
 
 @pytest.fixture(autouse=True)
+def _exact_products():
+    """Whatever a test before, or a library, has left float32 products to be made of."""
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(autouse=True)
 def _loopback_only(request, monkeypatch):
     """A test that reaches past this machine fails at once, whatever library it goes through."""
     if request.node.get_closest_marker("network"):
