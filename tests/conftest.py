@@ -37,6 +37,12 @@ def _exact_products():
 
 
 @pytest.fixture(autouse=True)
+def _no_precision_of_others(monkeypatch):
+    """Training arguments of a test before may have left theirs to every Accelerator of the process."""
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def _loopback_only(request, monkeypatch):
     """A test that reaches past this machine fails at once, whatever library it goes through."""
     if request.node.get_closest_marker("network"):
