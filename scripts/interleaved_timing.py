@@ -27,14 +27,15 @@ from tqdm import tqdm
 
 from freed_memory import keep_freed_memory
 from hf_comera.memory import SavedBytes
+from hf_comera.modules.stamp import note_parameter_edit
 
 DENSE, TENSOR_TRAIN = "dense", "tensor train"
 RESULTS = Path(__file__).resolve().parent / "results"
 HOW_TO_READ = """\
 How to read the figures: times are medians over the rounds. The ratio says how
 many times faster the tensor train is: the median of the ratios within a round.
-Saved bytes are those that autograd saves from forward to backward, without
-parameters, and without what halves keep for their own backward.
+Saved bytes are those that autograd keeps from forward to backward, without
+parameters; among them is what halves keep, which are built as after a step.
 Peak bytes are weights, optimizer state and the most that a step adds, on a CPU
 measured in a process of its own for each form, which hands back freed memory at
 once (as in bench_memory.py); empty where the system does not say.
@@ -195,10 +196,13 @@ def time_interleaved(
 def saved_for_backward(compute: Callable[[], object], excluded: Iterable[Tensor]) -> int:
     """Bytes that autograd keeps alive for the backward of ``compute()``, each storage counted once and whole.
 
+    Halves are built anew, as after an optimizer's step.
+
     Args:
         compute: A forward pass; what it returns is held until the count is made.
         excluded: Tensors that exist anyway: parameters, and the input where its cost is not asked for.
     """
+    note_parameter_edit()
     with SavedBytes(excluded) as saved:
         result = compute()
     del result

@@ -52,6 +52,7 @@ def measure_ceilings(device: torch.device, rounds: int, *, size: int) -> Ceiling
     for name in FORMATS:
         matrix = torch.randn(size, size, device=device, dtype=use_format(name))
         flops_per_s[name] = 2 * size**3 / _seconds(device, lambda operand=matrix: operand @ operand, rounds)
+    use_format("fp32")  # whoever multiplies next does not expect tf32
     source = torch.ones(size, size, device=device)
     target = torch.empty_like(source)
     return Ceilings(2 * source.nbytes / _seconds(device, lambda: target.copy_(source), rounds), flops_per_s)

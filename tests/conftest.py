@@ -32,7 +32,7 @@ def _fixed_seeds():
 
 @pytest.fixture(autouse=True)
 def _exact_products():
-    """Whatever a test before, or a library, has left float32 products to be made of."""
+    """Whatever the test before has left float32 products to be made of."""
     torch.set_float32_matmul_precision("highest")
 
 

@@ -123,8 +123,10 @@ class JoinedProjections:
     def _siblings(self, layer: TTLinear, x: Tensor) -> list[TTLinear]:
         """The members after ``layer`` that need a code of ``x``; none if it is not the first, or one cannot join."""
         members = [self._members[place]() for place in sorted(self._members)]
+        if not self.enabled or None in members:
+            return []
         joining = [member for member in members if member is not None and member.joins(x)]
-        if not self.enabled or None in members or not joining or joining[0] is not layer:
+        if not joining or joining[0] is not layer:
             return []
         can_join = (one.in_features == layer.in_features and can_keep(one.train_parameters()) for one in joining)
         return joining[1:] if all(can_join) else []

@@ -1,7 +1,6 @@
 """``TTLinear``: a drop-in for ``nn.Linear`` (and GPT-2's ``Conv1D``) whose weight is a tensor train."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -120,9 +119,9 @@ class TTLinear(TensorTrainModule):
                 f"x has shape {tuple(x.shape)}, but its last axis must be in_features={self.in_features}."
             )
         if self.is_removed:
-            heads = self._code_heads(x)
-            of_bias = removed_output if heads is None else partial(UnwrittenHeads.of_bias, num_heads=heads)
-            return of_bias(x, self.out_features, self.bias)
+            if (heads := self._code_heads(x)) is not None:
+                return UnwrittenHeads.of_bias(x, self.out_features, self.bias, heads)
+            return removed_output(x, self.out_features, self.bias)
         if not isinstance(x, Unwritten) and (path := self._other_path(x)) is not None:
             return self._along(path, x)
         left, right = self._halves(autocast_dtype(x))

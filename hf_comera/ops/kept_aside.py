@@ -12,27 +12,26 @@ __all__ = ["hear_of_kept", "stop_hearing", "tell_kept"]
 
 Listener = Callable[[Iterable[Tensor]], None]
 
-_local = threading.local()
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.listeners: list[Listener] = []
+
+
+_of_thread = _OfThread()
 
 
 def hear_of_kept(listener: Listener) -> None:
     """From now on call ``listener`` with the tensors that nodes made in this thread keep for their backward."""
-    _listeners().append(listener)
+    _of_thread.listeners.append(listener)
 
 
 def stop_hearing(listener: Listener) -> None:
     """Call it no more."""
-    _listeners().remove(listener)
+    _of_thread.listeners.remove(listener)
 
 
 def tell_kept(tensors: Iterable[Tensor]) -> None:
     """Say that a node keeps ``tensors`` for its backward."""
-    for listener in list(_listeners()):
+    for listener in _of_thread.listeners:
         listener(tensors)
-
-
-def _listeners() -> list[Listener]:
-    if not hasattr(_local, "listeners"):
-        _local.listeners = []
-    listeners: list[Listener] = _local.listeners
-    return listeners

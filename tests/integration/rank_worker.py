@@ -27,7 +27,6 @@ from hf_comera import (
     get_comera_model,
     size_report,
 )
-from hf_comera.modules.base import TensorTrainModule
 from tests.architectures import ARCHITECTURES
 
 STEPS, BATCH = 8, 4
@@ -125,10 +124,9 @@ def main():
         dist.init_process_group("gloo")
     model, losses = {"loop": loop, "trainer": trainer}[sys.argv[1]]()
     ranks = {name: list(after) for name, after in model.rank_report().after.items()}
-    # of what trains stand for: cores of equal ones may differ in signs
-    layers = [module for module in model.modules() if isinstance(module, TensorTrainModule)]
-    total = sum(layer.dense().double().abs().sum().item() for layer in layers)
     size, wanted = size_report(model).parameters, adaptation(compressed()).target_parameters
+    dense = model.merge_and_unload()  # cores of equal trains may differ in signs
+    total = sum(p.double().abs().sum().item() for p in dense.parameters())
     result = {"losses": losses, "sum": total, "ranks": ranks, "size": size, "wanted": wanted}
     Path(sys.argv[2], f"{RANK}.json").write_text(json.dumps(result))  # lines that two processes print can mix
     if WORLD > 1:

@@ -69,3 +69,4 @@ def test_ceilings_are_measured():
     assert ceilings.bytes_per_s > 0
     assert min(ceilings.flops_per_s.values()) > 0
     assert ceilings.flops_per_s.keys() == {"bf16", "fp32", "tf32"}
+    assert torch.get_float32_matmul_precision() == "highest"
