@@ -1,5 +1,6 @@
 """The settings of rank adaptation that every training script has, and what they become."""
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
@@ -25,10 +26,10 @@ class RankSettings:
         None, "The same as core parameters over those the model starts with, e.g. 0.5."
     )
     early_stage: float = setting(
-        0.2, "Length of the early stage, before the first cut for size: a part of the training, or steps if above 1."
+        0.4, "Length of the early stage, before the first cut for size: a part of the training, or steps if above 1."
     )
     late_stage: float = setting(
-        0.5, "Length of the late stage, in which the size falls to the wanted one; likewise. Ranks then stay."
+        0.3, "Length of the late stage, in which the size falls to the wanted one; likewise. Ranks then stay."
     )
 
 
@@ -53,6 +54,13 @@ def check_ranks(settings: RankSettings, dense: bool) -> None:
     ratio = settings.target_core_ratio
     if ratio is not None and not 0 < ratio <= 1:
         raise ValueError(f"--target_core_ratio {ratio} must be above 0 and at most 1, for example 0.5.")
+    for name in ("early_stage", "late_stage"):
+        length = getattr(settings, name)
+        if not (0 <= length <= 1 or (math.isfinite(length) and length > 1 and length == int(length))):
+            raise ValueError(
+                f"--{name} {length:g} is neither a part of the training (0 to 1, for example 0.3) nor a whole number "
+                "of steps (above 1, for example 1000)."
+            )
     _settings(settings, settings.target_parameters)
 
 
@@ -76,7 +84,7 @@ def _settings(settings: RankSettings, parameters: int | None) -> RankAdaptation:
 
 
 def _steps(length: float) -> int | float:
-    return int(length) if length > 1 and length == int(length) else length  # 1.5 is refused, as in the library
+    return int(length) if length > 1 else length
 
 
 def describe_ranks(settings: RankSettings) -> str:

@@ -25,15 +25,15 @@ def agree_on_bases(
         for core in module.cores():
             moments = [value for value in optimizer.state.get(core, {}).values() if isinstance(value, Tensor)]
             for tensor in (core.data, *(value for value in moments if value.device == core.device)):
-                dist.broadcast(tensor, src=0, group=ddp.process_group)
+                dist.broadcast(tensor, group_src=0, group=ddp.process_group)
     for values in spectra:
-        dist.broadcast(values, src=0, group=ddp.process_group)
+        dist.broadcast(values, group_src=0, group=ddp.process_group)
 
 
 def agreed(ddp: DistributedDataParallel | None, chosen: list[Tensor]) -> list[Tensor]:
     """The choice of the first process, everywhere."""
     if ddp is not None:
         box = [chosen]
-        dist.broadcast_object_list(box, src=0, group=ddp.process_group)
+        dist.broadcast_object_list(box, group_src=0, group=ddp.process_group)
         chosen = box[0]
     return chosen

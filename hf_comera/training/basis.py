@@ -77,7 +77,7 @@ def check_moments(layers: Mapping[str, TensorTrainModule], optimizer: torch.opti
                     raise ValueError(
                         f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a core or gate "
                         f"of {name!r}, of shape {tuple(parameter.shape)}. How that changes with its ranks is not "
-                        "known. Use TTMuon(model), or AdamW, Adam, SGD, RMSprop or Adagrad."
+                        "known. Use TTMuon(model), or AdamW, Adam, SGD, RMSprop (not centered) or Adagrad."
                     )
 
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from hf_comera.training.rank_adaptation import RankAdaptation
+from hf_comera.training.bond_table import gated_layers
+from hf_comera.training.rank_adaptation import RankAdaptation, check_adaptation
 from hf_comera.training.rank_adapter import RankAdapter
 from hf_comera.training.rank_gates import add_rank_gates
 
@@ -39,12 +40,7 @@ class ComeraCallback(TrainerCallback, ExportableState):
     def __init__(self, rank_adaptation: RankAdaptation | dict[str, Any]) -> None:
         if isinstance(rank_adaptation, dict):  # from the state of a checkpoint
             rank_adaptation = RankAdaptation(**rank_adaptation)
-        if not isinstance(rank_adaptation, RankAdaptation):
-            raise ValueError(
-                f"rank_adaptation={rank_adaptation!r} is needed as a RankAdaptation, for example "
-                "RankAdaptation(target_ratio=0.02)."
-            )
-        self.settings = rank_adaptation
+        self.settings = check_adaptation(rank_adaptation)
         self.adapter: RankAdapter | None = None
         self.wrapped_model: Callable[[], nn.Module] | None = None
         """Set by our Trainer, which also calls :meth:`observe`: what the loop calls, the model, possibly in DDP."""
@@ -74,7 +70,7 @@ class ComeraCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Make the adapter, and put it where a resumed training stands."""
-        self._check(args)
+        self._check(args, model)
         wrapped = model if self.wrapped_model is None else self.wrapped_model()
         self.adapter = RankAdapter(wrapped, optimizer, self.settings, total_steps=state.max_steps)
         if state.global_step > 0:
@@ -139,7 +135,12 @@ class ComeraCallback(TrainerCallback, ExportableState):
         self.observe(loss)
         self._micro_batches += kwargs.get("num_items_in_batch") is None
 
-    def _check(self, args: TrainingArguments) -> None:
+    def _check(self, args: TrainingArguments, model: nn.Module) -> None:
+        if self.saved_state is not None and not gated_layers(model):
+            raise ValueError(
+                "This Trainer has trained the ranks of its model already: gates are folded, and its optimizer has "
+                "none. To train on, make a new Trainer of the model, with rank_adaptation only if ranks are to change."
+            )
         if args.n_gpu > 1:
             raise ValueError(
                 f"One process would spread the batch over {args.n_gpu} GPUs (DataParallel), where the loss of a step "

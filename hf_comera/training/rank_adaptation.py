@@ -6,7 +6,7 @@ from numbers import Real
 
 from hf_comera.training.stages import Stages, resolve_steps
 
-__all__ = ["RankAdaptation"]
+__all__ = ["RankAdaptation", "check_adaptation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,10 @@ class RankAdaptation:
     target_parameters: int | None = None
     """Wanted parameters of the whole model, instead of ``target_ratio``."""
 
-    early: int | float = 0.2
+    early: int | float = 0.4
     """Length of the early stage: steps (an integer) or a part of the training (a float)."""
 
-    late: int | float = 0.5
+    late: int | float = 0.3
     """Length of the late stage, likewise; without a wanted size the early stage lasts as long as both."""
 
     cut_every: int | float = 0.02
@@ -109,17 +109,33 @@ class RankAdaptation:
         early, late = (resolve_steps(name, getattr(self, name), total_steps) for name in ("early", "late"))
         if self.has_target and isinstance(self.late, float) and self.late > 0:
             late = max(late, 1)  # of a training of one or two steps
+        if isinstance(self.early, float) and isinstance(self.late, float) and self.early + self.late < 1 + 1e-9:
+            early = min(early, total_steps - late)  # both may have been rounded up
         if early + late > total_steps:
             raise ValueError(
                 f"early={self.early} and late={self.late} are {early} and {late} steps, together longer than the "
-                f"training, which has {total_steps}. Use for example early=0.2, late=0.5."
+                f"training, which has {total_steps}. Use for example early=0.4, late=0.3."
             )
         if self.has_target and late == 0:
-            raise ValueError(f"late={self.late} leaves no step to reach the wanted size in. Use for example late=0.5.")
+            raise ValueError(f"late={self.late} leaves no step to reach the wanted size in. Use for example late=0.3.")
         cut_every = max(1, resolve_steps("cut_every", self.cut_every, total_steps))
         if not self.has_target:
             early, late = early + late, 0
         return Stages(total=total_steps, early=early, late=late, cut_every=cut_every)
+
+
+def check_adaptation(rank_adaptation: object) -> RankAdaptation:
+    """The settings, if that is what they are.
+
+    Raises:
+        ValueError: If they are something else, such as a bare ratio.
+    """
+    if not isinstance(rank_adaptation, RankAdaptation):
+        raise ValueError(
+            f"rank_adaptation={rank_adaptation!r} is needed as a RankAdaptation, for example "
+            "RankAdaptation(target_ratio=0.02)."
+        )
+    return rank_adaptation
 
 
 def _check_integer(name: str, value: int, *, least: int, example: int) -> None:

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from hf_comera.compress.rank_report import RankHistory
 from hf_comera.compress.size import size_report
 from hf_comera.modules import TensorTrainModule
+from hf_comera.training.accelerated import only_gathers, unscale, was_skipped
+from hf_comera.training.adapter_state import check_ranks_of_state, check_state
 from hf_comera.training.agreement import agree_on_bases, agreed
 from hf_comera.training.basis import check_moments, to_canonical_basis
 from hf_comera.training.bond_table import BondTable
 from hf_comera.training.importance import bond_effects, rank_importance
 from hf_comera.training.pruning import cut_ranks, drop_removed
-from hf_comera.training.rank_adaptation import RankAdaptation
+from hf_comera.training.rank_adaptation import RankAdaptation, check_adaptation
 from hf_comera.training.rank_budget import (
     check_budget,
     core_budget,
@@ -80,10 +82,11 @@ class RankAdapter:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: RankAdaptation, *, total_steps: int
     ) -> None:
-        self.settings, self.stages = settings, settings.stages(total_steps)
+        self.settings = check_adaptation(settings)
+        self.stages = settings.stages(total_steps)
         self.ddp, self.model = find_ddp(model), bare_model(model)
         self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._accelerated = optimizer if optimizer is not self.optimizer else None
+        self._given_optimizer = optimizer  # maybe Accelerate's wrapper
         check_gates(self.model, self.optimizer)
         self.optimizer.register_load_state_dict_pre_hook(lambda own, _: drop_removed(own))
         self.table = BondTable.of(self.model)
@@ -102,6 +105,7 @@ class RankAdapter:
         self.wanted_loss = torch.full((), wanted_loss, dtype=torch.float64, device=device)
         self.allowed_size = self.wanted_loss.new_zeros(())  # core parameters that the budget leaves after this step
         self._rate: float | Tensor = 0.0
+        self._has_seen_loss = False
         check_budget(settings, self.model, self.table, self.budget)
         self.history = RankHistory(ranks_before={name: list(m.ranks) for name, m in self.table.layers.items()})
         self.model.__dict__["_rank_history"] = self.history
@@ -109,7 +113,9 @@ class RankAdapter:
 
     @torch.no_grad()
     def before_step(self, loss: Tensor) -> None:
-        """Take note of the loss and of the gates' gradients; call it after the backward (and clipping, if any).
+        """Take note of the loss and of the gates' gradients, after the backward, and after unscaling and clipping.
+
+        A ``GradScaler`` has to unscale first (``scaler.unscale_(optimizer)``); for that of Accelerate it is seen to.
 
         Args:
             loss: Mean loss of this step over all its accumulated batches, of this process.
@@ -118,8 +124,12 @@ class RankAdapter:
             raise ValueError(f"loss={loss!r} is needed as a tensor: the mean loss of this step. Models need labels.")
         if self.step == 0:
             warn_of_small_model(self.model, self.table, self.budget)
-        if not self.table.gates or self._accumulates():
+        if only_gathers(self._given_optimizer):
             return
+        self._has_seen_loss = True
+        if not self.table.gates:
+            return
+        unscale(self._given_optimizer)
         value = loss.detach().to(self.loss_sums)
         if self.ddp is not None:
             dist.all_reduce(value, group=self.ddp.process_group)
@@ -133,10 +143,13 @@ class RankAdapter:
     @torch.no_grad()
     def after_step(self) -> None:
         """Push the gates, and cut ranks where it is time; call it after the optimizer's step."""
-        if self._accumulates():
+        if only_gathers(self._given_optimizer):
             return
+        if not self._has_seen_loss:
+            raise ValueError("after_step() without before_step(loss), which belongs between backward and optimizer.")
+        self._has_seen_loss = False
         self.prepare_step()
-        if not getattr(self._accelerated, "step_was_skipped", False):
+        if not was_skipped(self._given_optimizer):
             self.push()
         self.advance()
 
@@ -158,6 +171,8 @@ class RankAdapter:
     def advance(self) -> None:
         """The part of :meth:`after_step` that follows the push: count the step, and cut ranks where it is time."""
         self.step += 1
+        if self.step == 1:  # the optimizer has a state from now on
+            check_moments(self.table.layers, self.optimizer)
         if self.settings.wanted_loss is None and self.step == max(self.stages.early, 1):
             self.wanted_loss.copy_(self.smoothed_loss)
         if self.stages.cuts_after(self.step) and self.table.gates:
@@ -168,8 +183,8 @@ class RankAdapter:
         """Meet the wanted size, whatever happened before, and fold the gates into the cores."""
         if self.budget is not None and core_parameters(self.table) > self.budget:
             logger.warning(
-                "Training ended after %d of %d steps, before the wanted size was reached; the rest is cut off now, "
-                "without training after it.", self.step, self.stages.total,
+                "The wanted size was not reached in %d of %d steps; the rest is cut off now, without training after "
+                "it.", self.step, self.stages.total,
             )  # fmt: skip
             self._cut(self.budget)
         fold_rank_gates(self.model, self.optimizer)
@@ -201,6 +216,7 @@ class RankAdapter:
         return {
             "step": self.step,
             "total_steps": self.stages.total,
+            "settings": vars(self.settings).copy(),
             "start_size": self.start_size,
             "effects": self.effects.tolist(),
             "strengths": self.strengths.tolist(),
@@ -210,25 +226,15 @@ class RankAdapter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`; model and optimizer must be loaded first."""
-        lacking = self.state_dict().keys() - state.keys()
-        if lacking:
-            raise ValueError(
-                f"The state of rank adaptation lacks {sorted(lacking)}: it is damaged or of something else. Load what "
-                "RankAdapter.state_dict() returned."
-            )
-        if state["total_steps"] != self.stages.total:
-            raise ValueError(
-                f"total_steps={self.stages.total}, but the training to resume was one of {state['total_steps']}, and "
-                "its stages were laid out for them. Resume with as many steps, or start anew from its weights."
-            )
+        """Go on from :meth:`state_dict`; model and optimizer must be loaded first.
+
+        Raises:
+            ValueError: If the state is damaged, of a training of another length, or of a model of other ranks.
+        """
+        check_state(state, self.state_dict().keys(), self.settings, self.stages.total)
         drop_removed(self.optimizer)
         self.table = BondTable.of(self.model)
-        if len(state["effects"]) != len(self.table.gates):
-            raise ValueError(
-                f"The state of rank adaptation is of {len(state['effects'])} bonds, but the model has "
-                f"{len(self.table.gates)}. Load the model of the same checkpoint first."
-            )
+        check_ranks_of_state(state, self.table)
         self.step, self.start_size = state["step"], state["start_size"]
         self.effects = self.effects.new_tensor(state["effects"])
         self.strengths = self.strengths.new_tensor(state["strengths"])
@@ -270,7 +276,6 @@ class RankAdapter:
 
     def _cut(self, budget: int | None) -> None:
         """Go to the canonical bases; cut dead ranks and, above ``budget``, the least important others."""
-        check_moments(self.table.layers, self.optimizer)
         spectra = to_canonical_basis(self.table.layers, self.optimizer)
         agree_on_bases(self.ddp, self.table.layers, self.optimizer, spectra)
         relative = torch.cat([values / values[0].clamp_min(torch.finfo(values.dtype).tiny) for values in spectra])
@@ -289,11 +294,6 @@ class RankAdapter:
         self.table = BondTable.of(self.model)
         rewrap(self.ddp)
         self._record()
-
-    def _accumulates(self) -> bool:
-        """Whether Accelerate's optimizer only gathers gradients at present (``accelerator.accumulate``)."""
-        state = getattr(self._accelerated, "gradient_state", None)
-        return state is not None and not state.sync_gradients
 
     def _record(self) -> None:
         self.history.steps.append(self.step)

@@ -2,6 +2,8 @@
 
 import gc
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,10 +55,11 @@ def add_rank_gates(model: nn.Module) -> None:
 
 
 def check_gates(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a model without gates, and an optimizer that lacks them, decays them or has several rates for them.
+    """Refuse a model without gates or with a core frozen since, and an optimizer that cannot train gates and cores.
 
     Raises:
-        ValueError: If one of these is the case.
+        ValueError: If one of these is the case: the optimizer lacks a gate or a core, decays gates, or has several
+            rates for them.
     """
     layers = gated_layers(model)
     if not layers:
@@ -68,27 +71,49 @@ def check_gates(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     rates: dict[float, str] = {}
     for name, module in layers.items():
+        for place, core in enumerate(module.cores()):
+            _check_core(f"{name}.core_{place}", core, groups)
         for place, gate in enumerate(module.rank_gates()):
-            if gate.device.type == "mps":
-                raise ValueError(f"{name}.rank_gate_{place} is on MPS, which has no float64. Use a CPU or a CUDA GPU.")
-            group = groups.get(id(gate))
-            if group is None:
-                raise ValueError(
-                    f"The optimizer does not hold {name}.rank_gate_{place}. Make it after the gates: "
-                    "add_rank_gates(model), then TTMuon(model) or AdamW(comera_param_groups(model, lr=1e-3))."
-                )
-            if group.get("weight_decay"):
-                raise ValueError(
-                    f"The optimizer decays {name}.rank_gate_{place} (weight_decay={group['weight_decay']}), which "
-                    "removes ranks for no reason. Use TTMuon(model) or AdamW(comera_param_groups(model, lr=1e-3))."
-                )
-            rates.setdefault(float(group["lr"]), f"{name}.rank_gate_{place}")
+            rate = _check_gate(f"{name}.rank_gate_{place}", gate, groups)
+            rates.setdefault(rate, f"{name}.rank_gate_{place}")
     if len(rates) > 1:
         found = ", ".join(f"{name} {rate:g}" for rate, name in rates.items())
         raise ValueError(
             f"Rank gates have several learning rates ({found}), but sizes are weighed against each other at one. Put "
             "all gates into one parameter group, as TTMuon(model) and comera_param_groups(model, lr=1e-3) do."
         )
+
+
+def _check_core(name: str, core: torch.Tensor, groups: Mapping[int, dict[str, Any]]) -> None:
+    """The bases of its bonds will change, and its moments with them."""
+    if not core.requires_grad:
+        raise ValueError(
+            f"{name} is frozen, but its layer has trainable rank gates: with its ranks it would change. Freeze before "
+            "add_rank_gates(model), which leaves such layers out, or unfreeze it: requires_grad_(True)."
+        )
+    if id(core) not in groups:
+        raise ValueError(
+            f"The optimizer does not hold {name}, whose moments have to follow when ranks are cut. Put gates and "
+            "cores into one optimizer, for example TTMuon(model) or AdamW(comera_param_groups(model, lr=1e-3))."
+        )
+
+
+def _check_gate(name: str, gate: torch.Tensor, groups: Mapping[int, dict[str, Any]]) -> float:
+    """Its learning rate, if it can be trained."""
+    if gate.device.type == "mps":
+        raise ValueError(f"{name} is on MPS, which has no float64. Use a CPU or a CUDA GPU.")
+    group = groups.get(id(gate))
+    if group is None:
+        raise ValueError(
+            f"The optimizer does not hold {name}. Make it after the gates: add_rank_gates(model), then TTMuon(model) "
+            "or AdamW(comera_param_groups(model, lr=1e-3))."
+        )
+    if group.get("weight_decay"):
+        raise ValueError(
+            f"The optimizer decays {name} (weight_decay={group['weight_decay']}), which removes ranks for no reason. "
+            "Use TTMuon(model) or AdamW(comera_param_groups(model, lr=1e-3))."
+        )
+    return float(group["lr"])
 
 
 def gate_rate(optimizer: torch.optim.Optimizer, gate: torch.Tensor) -> float:
@@ -114,7 +139,16 @@ def fold_rank_gates(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    """The model inside DDP and ``torch.compile``."""
+    """The model inside DDP and ``torch.compile``.
+
+    Raises:
+        ValueError: If it is spread over GPUs by one process (``nn.DataParallel``).
+    """
+    if any(isinstance(part, nn.DataParallel) for part in model.modules()):
+        raise ValueError(
+            "The model is in nn.DataParallel, whose copies would keep ranks that have been cut. Start one process a "
+            "GPU (accelerate launch or torchrun), where DistributedDataParallel holds it."
+        )
     while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, DistributedDataParallel) else model.get_submodule("_orig_mod")
     return model

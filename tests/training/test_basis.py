@@ -97,3 +97,12 @@ def test_second_moments_stay_positive_and_finite_also_with_gates_of_zero():
         assert state["exp_avg"].isfinite().all()
     step(layer, optimizer)
     assert layer.dense().isfinite().all()
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_layers_in_sixteen_bits_change_by_their_rounding(make):
+    layer = make().bfloat16()
+    layer.add_rank_gates()
+    optimizer, before = torch.optim.SGD(layer.parameters()), layer.dense().double()
+    to_canonical_basis({"": layer}, optimizer)
+    assert (layer.dense().double() - before).norm() <= 0.01 * before.norm()

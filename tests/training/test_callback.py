@@ -200,6 +200,12 @@ def test_a_checkpoint_without_rank_adaptation_cannot_be_resumed_with_it(tmp_path
         trained(tmp_path / "resumed", str(tmp_path / "checkpoint-2"))
 
 
+def test_a_second_training_needs_a_new_trainer(tmp_path):
+    trainer = trained(tmp_path)
+    with pytest.raises(ValueError, match=r"has trained the ranks of its model already.*make a new Trainer"):
+        trainer.train()
+
+
 def test_several_processes_need_our_trainer(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     with pytest.raises(ValueError, match=r"With several processes use ComeraTrainer\(rank_adaptation=...\)"):

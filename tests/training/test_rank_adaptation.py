@@ -72,6 +72,15 @@ def test_the_shortest_training_has_a_step_to_cut_in():
     assert (stages.early, stages.late) == (0, 1)
 
 
+@pytest.mark.parametrize("total", [1, 2, 3, 7, 101])
+@pytest.mark.parametrize("early", [0.05, 0.3, 0.5, 0.55, 0.9])
+@pytest.mark.parametrize("target", [None, 0.5])
+def test_parts_that_fill_the_training_fill_it(early, total, target):
+    stages = RankAdaptation(target_ratio=target, early=early, late=1 - early).stages(total)
+    assert total - 1 <= stages.early + stages.late <= total
+    assert target is None or stages.late > 0
+
+
 def test_without_a_wanted_size_there_is_only_the_early_stage():
     stages = RankAdaptation(early=0.2, late=0.5).stages(1000)
     assert (stages.early, stages.late) == (700, 0)

@@ -188,7 +188,7 @@ def test_a_training_that_ends_early_still_meets_the_size(caplog):
     train(model, optimizer, adapter, inputs, 3)
     with caplog.at_level(logging.WARNING):
         adapter.finish()
-    assert "ended after 3 of 12 steps" in caplog.text
+    assert "was not reached in 3 of 12 steps" in caplog.text
     assert size_report(model).parameters <= wanted
 
 

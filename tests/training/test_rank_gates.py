@@ -27,6 +27,11 @@ def small_model(gates=True):
     return model
 
 
+def frozen_since(model):
+    model[0].core_1.requires_grad_(False)
+    return model
+
+
 def step(model, optimizer):
     model(torch.arange(9)).square().sum().backward()
     optimizer.step()
@@ -101,6 +106,18 @@ def test_optimizers_made_after_the_gates_pass(make):
             lambda model: SGD([p for p in model.parameters() if p is not model[1].rank_gate_2], lr=1.0),
             r"does not hold 1\.rank_gate_2\. Make it after the gates",
             id="missing",
+        ),
+        pytest.param(
+            small_model(),
+            lambda model: SGD([p for p in model.parameters() if p is not model[1].core_2], lr=1.0),
+            r"does not hold 1\.core_2, whose moments",
+            id="missing-core",
+        ),
+        pytest.param(
+            frozen_since(small_model()),
+            OPTIMIZERS["sgd"],
+            r"0\.core_1 is frozen, but its layer has trainable rank gates",
+            id="frozen-core",
         ),
         pytest.param(
             small_model(),
@@ -192,3 +209,8 @@ def test_the_bare_model_is_inside_torch_compile():
     model = small_model()
     assert bare_model(model) is model
     assert bare_model(torch.compile(model, backend="eager")) is model
+
+
+def test_data_parallel_is_refused():
+    with pytest.raises(ValueError, match=r"nn\.DataParallel.*one process a GPU"):
+        bare_model(nn.DataParallel(small_model()))
