@@ -37,10 +37,11 @@ DESCRIPTION = """\
 Three runs with the same data and rate: a tensor-train model whose ranks are kept;
 the same, cut by rank adaptation (its defaults) to the core parameters of a model
 of smaller rank; that smaller model from the start. Printed are the mean training
-loss of the last tenth of the steps, and the held-out loss. --only runs one of them.
+loss of the last tenth of the steps, and the held-out loss. --only runs one of them,
+--early and --late try other lengths of the stages of rank adaptation.
 """
 KEPT, CUT, SMALL = "kept", "cut", "small"
-IDENTITY = ["form", "rank", "small_rank", "width", "steps", "lr", "seed"]
+IDENTITY = ["form", "stages", "rank", "small_rank", "width", "steps", "lr", "seed"]
 Row = dict[str, str | int | float]
 
 
@@ -54,6 +55,10 @@ def main() -> None:
     parser.add_argument("--steps", type=positive_integer, default=500, help="of each run; default 500")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate; default 2e-3")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="a run each; default 0")
+    for name in ("early", "late"):
+        default = getattr(RankAdaptation, name)
+        told = f"part of the steps that the {name} stage takes; default {default}"
+        parser.add_argument(f"--{name}", type=float, default=default, help=told)
     parser.add_argument("--only", choices=(KEPT, CUT, SMALL), help="one of the three")
     parser.add_argument("--threads", type=positive_integer, default=1, help="torch threads; default 1")
     parser.add_argument("--no-save", action="store_true", help="print only, do not write scripts/results/")
@@ -76,11 +81,13 @@ def run(task: Task, form: str, seed: int, args: argparse.Namespace) -> Row:
     torch.manual_seed(seed)
     model = build(task, args.small_rank if form == SMALL else args.rank, args.width)
     start = time.perf_counter()
-    losses = train(task, model, seed, args, wanted if form == CUT else None)
+    adaptation = RankAdaptation(target_parameters=wanted, early=args.early, late=args.late) if form == CUT else None
+    losses = train(task, model, seed, args, adaptation)
     seconds = time.perf_counter() - start
     last = losses[-max(1, int(LAST_PART * args.steps)) :]
     return {
         "form": form,
+        "stages": "" if adaptation is None else f"{adaptation.early:g} early, {adaptation.late:g} late",
         "rank": args.rank,
         "small_rank": args.small_rank,
         "width": args.width,
@@ -100,15 +107,15 @@ def build(task: Task, rank: int, width: int) -> PreTrainedModel:
     return get_comera_model(task.model_class, settings, config=task.build_config(width)).train()
 
 
-def train(task: Task, model: PreTrainedModel, seed: int, args: argparse.Namespace, wanted: int | None) -> list[float]:
-    """The loss of each step; with a wanted size, ranks are cut to it on the way."""
-    if wanted is not None:
+def train(
+    task: Task, model: PreTrainedModel, seed: int, args: argparse.Namespace, adaptation: RankAdaptation | None
+) -> list[float]:
+    """The loss of each step; with ``adaptation`` ranks are cut on the way."""
+    if adaptation is not None:
         add_rank_gates(model)
     optimizer = TTMuon(model, args.lr)
     schedule = LambdaLR(optimizer, rate_course(args.steps))
-    adapter = None
-    if wanted is not None:
-        adapter = RankAdapter(model, optimizer, RankAdaptation(target_parameters=wanted), total_steps=args.steps)
+    adapter = None if adaptation is None else RankAdapter(model, optimizer, adaptation, total_steps=args.steps)
     batches, losses = task.batches(seed), []
     for step in tqdm(range(args.steps), unit="step", leave=False):
         loss = task.loss(model, batches[step])
@@ -128,10 +135,14 @@ def train(task: Task, model: PreTrainedModel, seed: int, args: argparse.Namespac
 
 
 def show(rows: list[Row]) -> None:
-    """Print the figures."""
-    table = Table(*rows[0], title="Ranks kept, cut, and small from the start", title_justify="left")
+    """Print the figures; what all runs share is in the title."""
+    shared = [name for name in IDENTITY if name not in ("form", "stages", "seed")]
+    about = ", ".join(f"{name.replace('_', ' ')} {rows[0][name]}" for name in shared)
+    names = [name for name in rows[0] if name not in shared]
+    headers = [name.replace("_", " ") for name in names]
+    table = Table(*headers, title=f"Ranks kept, cut, and small from the start: {about}", title_justify="left")
     for row in rows:
-        table.add_row(*map(str, row.values()))
+        table.add_row(*(str(row[name]) for name in names))
     Console().print(table)
 
 
