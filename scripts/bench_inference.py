@@ -32,7 +32,7 @@ from training_size import training_peak
 
 DESCRIPTION = """\
 Forward passes without gradients of the six-encoder BERT of the CoMERA paper, and
-greedy generation with a GPT-2 of six layers (768 wide, rank 30, 16 tokens of
+greedy generation with a GPT-2 of six layers (768 wide, rank 30, 16 or 512 tokens of
 prompt, 32 new ones), in tensor-train form and merged to dense. What is made of the
 cores (halves, half tables of the embedding) is kept from call to call; "anew" is
 the same model when it is dropped before every forward pass, of which generation
@@ -44,7 +44,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 ENCODER, DECODER = "bert-6x768", "gpt2-6x768"
 NEW_TOKENS = 32
-BATCHES = {ENCODER: ((1, 16), (1, 128), (8, 128)), DECODER: ((1, 16), (8, 16))}
+BATCHES = {ENCODER: ((1, 16), (1, 128), (8, 128)), DECODER: ((1, 16), (8, 16), (8, 512))}
 VOCABULARY = 30522
 
 

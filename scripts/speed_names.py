@@ -52,6 +52,7 @@ NAMES = {
     ("bench_inference", "bert-6x768", "8x128", "fp32"): f"{_ENCODER}, 8 x 128 tokens",
     ("bench_inference", "gpt2-6x768", "1x16+32", "fp32"): f"{_GENERATION}, 1 prompt of 16",
     ("bench_inference", "gpt2-6x768", "8x16+32", "fp32"): f"{_GENERATION}, 8 prompts of 16",
+    ("bench_inference", "gpt2-6x768", "8x512+32", "fp32"): f"{_GENERATION}, 8 prompts of 512",
     ("bench_inference", "bert-6x768", "1x16", "bf16"): f"{_ENCODER}, 1 x 16 tokens, bf16",
     ("bench_inference", "bert-6x768", "1x128", "bf16"): f"{_ENCODER}, 1 x 128 tokens, bf16",
     ("bench_inference", "bert-6x768", "8x128", "bf16"): f"{_ENCODER}, 8 x 128 tokens, bf16",

@@ -2,7 +2,16 @@
 
 from torch import nn
 
-__all__ = ["ATTENTIONS", "FEED_FORWARD", "FUSED", "SIBLINGS", "attends_to_codes", "feeds_forward", "sibling_names"]
+__all__ = [
+    "ATTENTIONS",
+    "CACHED",
+    "FEED_FORWARD",
+    "FUSED",
+    "SIBLINGS",
+    "attends_to_codes",
+    "feeds_forward",
+    "sibling_names",
+]
 
 SIBLINGS = (
     ("query", "key", "value"),  # BERT, RoBERTa, ViT
@@ -28,9 +37,12 @@ ATTENTIONS = (
     *("BertSelfAttention", "RobertaSelfAttention", "XLMRobertaSelfAttention", "CamembertSelfAttention"),
     *("ElectraSelfAttention", "ErnieSelfAttention", "DistilBertSelfAttention", "LayoutLMSelfAttention"),
     *("ViTAttention", "DeiTAttention", "Dinov2Attention", "SiglipAttention", "CLIPAttention"),
-    "GPT2Attention",
+    *("GPT2Attention", "OPTAttention"),
 )
 """Classes that hand query, key and value to core attention as the layers give them, without rotary positions."""
+
+CACHED = ("GPT2Attention", "OPTAttention")
+"""Those of them whose keys and values wait in a cache for the tokens that follow."""
 
 FUSED = {"GPT2Attention": "c_attn"}
 """Those of them whose query, key and value come side by side from one layer, and its name."""

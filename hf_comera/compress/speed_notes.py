@@ -1,5 +1,6 @@
 """Notes on what keeps a compressed model from being fast here, each with the reason and what to do."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -10,6 +11,7 @@ from hf_comera.compress.family_costs import AS_CODES, IN_A_KERNEL, FamilyCost
 from hf_comera.compress.kernel_notes import kernel_notes
 from hf_comera.modules import TiedHead, TTLinear
 from hf_comera.modules.fast_dropout import FastDropout
+from hf_comera.modules.joined import WORTH_A_CACHE
 from hf_comera.ops.kept_bits import WORTH_BITS
 from hf_comera.ops.kernel_build import find_nvcc
 from hf_comera.ops.wide_code_kernels import MAX_RANK, WIDE_ACTIVATIONS
@@ -99,6 +101,13 @@ def _about_siblings(model: nn.Module, rows: Sequence[FamilyCost], device: torch.
         yield f"{count} of {len(attentions)} attention layers do not attend to codes: {refusal}."
     if attentions and not refusals and device.type == "cuda":
         yield "Attention takes codes on a CPU only: on a GPU that has not been measured."
+    elif cached := [group for group in attentions if group.has_cache and group.code_refusal() is None]:
+        codes, wide = (sum(numbers) for numbers in zip(*(group.cached_numbers() for group in cached), strict=True))
+        tokens = math.ceil(WORTH_A_CACHE * 2 * len(cached) / wide)
+        yield (
+            f"In generation {len(cached)} attention layers cache {codes:,} numbers a token instead of {wide:,}, where "
+            f"prompts have {tokens:,} tokens or more, all texts of the batch together."
+        )
 
 
 def _about_hidden_layers(rows: Sequence[FamilyCost]) -> Iterator[str]:

@@ -5,7 +5,7 @@ Dropout, which would then take a large part of a CPU's time, becomes a fast one.
 
 from torch import nn
 
-from hf_comera.compress.siblings import FUSED, attends_to_codes, feeds_forward, sibling_names
+from hf_comera.compress.siblings import CACHED, FUSED, attends_to_codes, feeds_forward, sibling_names
 from hf_comera.modules import TTLinear
 from hf_comera.modules.fast_dropout import quicken_dropout
 from hf_comera.modules.halves_bank import HalvesBank
@@ -28,11 +28,18 @@ def wire(model: nn.Module) -> None:
             layers = [getattr(module, child, None) for child in names]
             trains = [layer for layer in layers if isinstance(layer, TTLinear)]
             if len(trains) == len(layers):
-                _join(trains).attention = module.config if attends_to_codes(module) and len(layers) == 3 else None
+                group = _join(trains)
+                if attends_to_codes(module) and len(layers) == 3:
+                    _attend(group, module)
         fused = getattr(module, FUSED.get(type(module).__name__, ""), None)
         if isinstance(fused, TTLinear) and attends_to_codes(module):
             group = _join([fused])
-            group.attention, group.num_parts = module.config, 3
+            group.num_parts = 3
+            _attend(group, module)
+
+
+def _attend(group: JoinedProjections, module: nn.Module) -> None:
+    group.attention, group.has_cache = module.config, type(module).__name__ in CACHED
 
 
 def _join(layers: list[TTLinear]) -> JoinedProjections:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,16 @@ from hf_comera.ops.tt_linear import to_code
 if TYPE_CHECKING:
     from hf_comera.modules.tt_linear import TTLinear
 
-__all__ = ["JoinedProjections"]
+__all__ = ["CachedTokens", "JoinedProjections"]
+
+WORTH_A_CACHE = 1 << 20
+"""Entries of keys from which on a cache of codes was faster on a CPU; below, stand-ins for each token cost more."""
 
 _Origin = tuple["weakref.ref[Tensor]", tuple[Any, ...]]
+
+
+class CachedTokens:
+    """Shared by the codes that wait in caches; its life tells whether any still do."""
 
 
 class JoinedProjections:
@@ -43,6 +51,9 @@ class JoinedProjections:
         """The config of the model's attention, if it takes all three codes, and takes them as they are; else None."""
         self.num_parts = 1
         """How many of query, key and value each member gives, side by side."""
+        self.has_cache = False
+        """Whether keys and values of that attention wait in a cache for the tokens that follow."""
+        self._cache: Callable[[], CachedTokens | None] = lambda: None
 
     @property
     def num_waiting(self) -> int:
@@ -107,6 +118,26 @@ class JoinedProjections:
                 return f"a code with its bias has {needed} numbers and a head {size}: the rank would have to be lower"
         return None
 
+    def cache_for(self, rows: int, features: int) -> CachedTokens | None:
+        """What codes of ``rows`` rows, for outputs of ``features``, are to share if a cache begins with them."""
+        if not self.has_cache or torch.is_grad_enabled() or rows * features // self.num_parts < WORTH_A_CACHE:
+            return None
+        cache = self._cache() or CachedTokens()  # of all caches at a time, for a prompt may come in pieces
+        self._cache = weakref.ref(cache)
+        return cache
+
+    def cached_numbers(self) -> tuple[int, int]:
+        """Numbers that a token takes in a cache of codes, and in one of tensors; a query takes none."""
+        members = [member for place in sorted(self._members) if (member := self._members[place]()) is not None]
+        keys_and_values = members[-1:] if self.num_parts > 1 else members[1:]
+        codes = sum(padded_rank(member.middle_rank + (member.bias is not None)) for member in keys_and_values)
+        return codes, 2 * members[0].out_features // self.num_parts
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether codes wait in a cache, so that those of tokens that follow are wanted too."""
+        return self._cache() is not None and not torch.is_grad_enabled()
+
     def _heads(self) -> int:
         return int(self.attention.num_attention_heads) * self.num_parts
 
@@ -134,10 +165,19 @@ class JoinedProjections:
     def __deepcopy__(self, memo: dict[int, Any]) -> JoinedProjections:
         memo[id(self)] = copied = JoinedProjections()
         copied.attention, copied.num_parts = copy.deepcopy(self.attention, memo), self.num_parts
+        copied.has_cache = self.has_cache
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return JoinedProjections, (), {"attention": self.attention, "num_parts": self.num_parts}
+        return (
+            JoinedProjections,
+            (),
+            {
+                "attention": self.attention,
+                "num_parts": self.num_parts,
+                "has_cache": self.has_cache,
+            },
+        )
 
 
 def _origin(x: Tensor) -> _Origin | None:

@@ -138,7 +138,8 @@ class TTLinear(TensorTrainModule):
         code, heads = activate(code, self.rank_activation), self._code_heads(x)
         code, right, bias = bias_as_rank(code, right, self.bias, self.middle_rank, always=heads is not None)
         if heads is not None:
-            return UnwrittenHeads.of(code, right, heads)
+            cache = self.joined and self.joined.cache_for(x.shape[:-1].numel(), self.out_features)
+            return UnwrittenHeads.of(code, right, heads, cache)
         if is_wide:
             return WideHidden.of(code, right, bias)
         return from_code(code, right, bias)
@@ -178,11 +179,14 @@ class TTLinear(TensorTrainModule):
         return not self.is_removed and self._other_path(x) is None
 
     def code_heads(self, rows: int) -> int | None:
-        """Heads of the attention that takes the code as it is; None if there is none, or ``rows`` rows are few."""
-        on_cpu = self.core_0.device.type in ("cpu", "meta")
-        if self.joined is None or not on_cpu or not is_worth_codes(rows, self.out_features):
+        """Heads of the attention that takes the code as it is; None if there is none, or ``rows`` rows are few.
+
+        Of tokens that follow codes in a cache a single row is enough.
+        """
+        if self.joined is None or self.core_0.device.type not in ("cpu", "meta"):
             return None
-        return self.joined.num_code_heads
+        worth = is_worth_codes(rows, self.out_features) or self.joined.is_cached
+        return self.joined.num_code_heads if worth else None
 
     def _other_path(self, x: Tensor) -> ContractionPath | None:
         """The path to take, if it is not the two-sided one; None also in compiled code, which cannot plan."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
+from hf_comera.modules.cached_codes import copied, cropped_or_selected, put_together
 from hf_comera.modules.unwritten import Unwritten
 from hf_comera.ops.code_attention import HeadCodes, core_attention, to_output_code, written_out
 from hf_comera.ops.gradients import gradients_of
@@ -28,6 +29,7 @@ __all__ = ["UnwrittenHeads", "is_worth_codes"]
 WORTH_CODES = 1 << 18
 
 _RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape}
+_PRODUCTS = {Tensor.mul, Tensor.__mul__, torch.mul}
 _TRANSPOSES = {Tensor.transpose, torch.transpose}
 _FLAT, _BY_TOKEN, _BY_HEAD = "flat", "by token", "by head"
 """``(B, T, H * D)``, ``(B, T, H, D)`` and ``(B, H, T, D)``."""
@@ -58,9 +60,9 @@ class UnwrittenHeads(Unwritten):
         return stand_in
 
     @classmethod
-    def of(cls, code: Tensor, right: Tensor, num_heads: int) -> UnwrittenHeads:
-        """The stand-in for ``code @ right``, code ``(B, T, R)``."""
-        return _stand_in(HeadCodes(code, right.to(code.dtype), num_heads), _FLAT)
+    def of(cls, code: Tensor, right: Tensor, num_heads: int, cache: object = None) -> UnwrittenHeads:
+        """The stand-in for ``code @ right``, code ``(B, T, R)``; ``cache`` lives while it waits in one."""
+        return _stand_in(HeadCodes(code, right.to(code.dtype), num_heads, cache), _FLAT)
 
     @classmethod
     def of_bias(cls, x: Tensor, features: int, bias: Tensor | None, num_heads: int) -> UnwrittenHeads:
@@ -89,10 +91,18 @@ class UnwrittenHeads(Unwritten):
         if func is torch.cat:
             return _joined(*args, **kwargs)
         x = args[0] if args else None
-        if kwargs or not isinstance(x, UnwrittenHeads) or not x.can_be_written_down():
+        if not isinstance(x, UnwrittenHeads) or not x.can_be_written_down():
+            return NotImplemented
+        if func is Tensor.__deepcopy__:
+            return _stand_in(copied(x._codes, *args[1:]), x._layout)
+        if x._layout == _BY_HEAD and (cached := cropped_or_selected(x._codes, func, args[1:], kwargs)) is not None:
+            return _stand_in(cached, _BY_HEAD)
+        if kwargs:
             return NotImplemented
         if func is Tensor.contiguous:
             return x
+        if func in _PRODUCTS and len(args) == 2 and type(args[1]) in (int, float):
+            return _stand_in(x._codes._replace(code=x._codes.code * args[1]), x._layout)
         layout = None
         if func in _RESHAPES:
             layout = _reshaped(x, args[1:])
@@ -122,10 +132,15 @@ class _Link(torch.autograd.Function):
 def _stand_in(codes: HeadCodes, layout: str) -> UnwrittenHeads:
     code, right = codes.code, codes.right
     if not torch.is_grad_enabled():
-        code, right = code.detach(), right.detach()
+        # the very tensors where they can be: a cache tells by them what keys and values share
+        return UnwrittenHeads(codes._replace(code=_without_gradient(code), right=_without_gradient(right)), layout)
     stand_in: UnwrittenHeads = _Link.apply(codes.num_heads, layout, code, right)
-    stand_in._codes = HeadCodes(code, right, codes.num_heads)  # those with a gradient
+    stand_in._codes = codes  # those with a gradient
     return stand_in
+
+
+def _without_gradient(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _shapes(codes: HeadCodes) -> dict[str, tuple[int, ...]]:
@@ -174,15 +189,18 @@ def _split(x: UnwrittenHeads, split_size: Any, dim: int = 0) -> Any:
     if not in_heads or split_size % size or not x.can_be_written_down():
         return NotImplemented
     rights = x._codes.right.split(split_size, dim=1)
-    return tuple(_stand_in(HeadCodes(x._codes.code, right, right.shape[1] // size), _FLAT) for right in rights)
+    parts = (x._codes._replace(right=right, num_heads=right.shape[1] // size) for right in rights)
+    return tuple(_stand_in(part, _FLAT) for part in parts)
 
 
 def _joined(tensors: Any, dim: int = 0) -> Any:
-    """What a cache makes of keys or values: the only part that is not empty, as it is."""
+    """What a cache makes of keys or values: those of later tokens behind those of earlier ones."""
     parts = [part for part in tensors if part.shape != (0,)]
-    if len(parts) != 1 or not isinstance(parts[0], UnwrittenHeads) or not parts[0].can_be_written_down():
+    known = all(isinstance(part, UnwrittenHeads) and part._layout == _BY_HEAD for part in parts)
+    if not known or dim not in (-2, 2) or not all(part.can_be_written_down() for part in parts):
         return NotImplemented
-    return parts[0] if parts[0]._layout == _BY_HEAD and dim in (-2, 2) else NotImplemented
+    codes = put_together([part._codes for part in parts])
+    return NotImplemented if codes is None else _stand_in(codes, _BY_HEAD)
 
 
 def _attention(

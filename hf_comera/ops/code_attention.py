@@ -35,6 +35,8 @@ class HeadCodes(NamedTuple):
     right: Tensor
     """``(R, H * D)``, in the dtype of ``code``; a bias is a row of it."""
     num_heads: int
+    cache: object = None
+    """What codes in a cache have in common: it lives for as long as they do."""
 
     def by_head(self) -> Tensor:
         """``right`` as ``(H, R, D)``."""
@@ -45,7 +47,7 @@ class HeadCodes(NamedTuple):
         extra = rank - self.code.shape[-1]
         if extra == 0:
             return self
-        return HeadCodes(pad(self.code, (0, extra)), pad(self.right, (0, 0, 0, extra)), self.num_heads)
+        return self._replace(code=pad(self.code, (0, extra)), right=pad(self.right, (0, 0, 0, extra)))
 
 
 def core_attention(
@@ -70,8 +72,7 @@ def core_attention(
         mask = mask.to(query.code.dtype)  # as autocast does
     scale = (query.right.shape[1] // heads) ** -0.5 if scale is None else scale
     with without_autocast(query.code):
-        mixing_HRR = query.by_head() @ key.by_head().transpose(1, 2)
-        query_BTHR = (query.code @ mixing_HRR.transpose(0, 1).flatten(1)).unflatten(-1, (heads, rank))
+        query_BTHR = _query_for_codes(query, key)
         parts = query_BTHR, key.code, value.code
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
         scores = (*query_BTHR.shape[:3], key.code.shape[1])
@@ -85,6 +86,25 @@ def core_attention(
     return HeadCodes(context_BTHR.transpose(1, 2), value.right, heads)
 
 
+def _query_for_codes(query: HeadCodes, key: HeadCodes) -> Tensor:
+    """What a code of the key is multiplied by to give a score, ``(B, T, H, R_k)``."""
+    heads, rank, size = query.num_heads, key.code.shape[-1], query.right.shape[1] // query.num_heads
+    if _mixing_pays(query.code.shape[:2].numel(), query.code.shape[-1], size, rank):
+        mixing_HRR = query.by_head() @ key.by_head().transpose(1, 2)
+        return (query.code @ mixing_HRR.transpose(0, 1).flatten(1)).unflatten(-1, (heads, rank))
+    query_HND = (query.code.flatten(0, 1) @ query.right).unflatten(-1, (heads, size)).transpose(0, 1)
+    query_HNR = query_HND @ key.by_head().transpose(1, 2)
+    return query_HNR.transpose(0, 1).unflatten(0, query.code.shape[:2])
+
+
+def _mixing_pays(rows: int, rank: int, size: int, other_rank: int) -> bool:
+    """Whether halves ``(rank, size)`` and ``(size, other_rank)`` are better multiplied before ``rows`` rows come.
+
+    Behind a cache there is one row for each text, and what a head makes of it is cheaper to write out.
+    """
+    return rank * size * other_rank + rows * rank * other_rank <= rows * size * (rank + other_rank)
+
+
 def _fused_attention(
     query_BTHR: Tensor,
     key_BSR: Tensor,
@@ -95,23 +115,27 @@ def _fused_attention(
     is_causal: bool,
     scale: float,
 ) -> Tensor:
-    """By torch's kernel, as ``(B, T, H, R)``."""
+    """By torch's kernel, as ``(B, T, H, R)``.
+
+    Heads of a single token are handed over as rows of one head: they share key and value, which then are read once.
+    """
     dtype = query_BTHR.dtype
     if query_BTHR.device.type == "cpu":  # whose kernel, where tried, was up to five times slower in 16 bits
         exact = torch.promote_types(dtype, torch.float32)
         query_BTHR, key_BSR, value_BSR = query_BTHR.to(exact), key_BSR.to(exact), value_BSR.to(exact)
         mask = mask if mask is None or mask.dtype == torch.bool else mask.to(exact)
-    heads = query_BTHR.shape[2]
+    tokens, heads = query_BTHR.shape[1:3]
+    as_rows = tokens == 1 and not is_causal and (mask is None or mask.ndim < 3 or mask.shape[-3] == 1)
     context_BHTR = scaled_dot_product_attention(
-        query_BTHR.transpose(1, 2),
-        key_BSR.unsqueeze(1).expand(-1, heads, -1, -1),
-        value_BSR.unsqueeze(1).expand(-1, heads, -1, -1),
+        query_BTHR if as_rows else query_BTHR.transpose(1, 2),
+        key_BSR.unsqueeze(1).expand(-1, 1 if as_rows else heads, -1, -1),
+        value_BSR.unsqueeze(1).expand(-1, 1 if as_rows else heads, -1, -1),
         attn_mask=mask,
         dropout_p=dropout,
         is_causal=is_causal,
         scale=scale,
     )
-    return context_BHTR.transpose(1, 2).to(dtype)
+    return (context_BHTR if as_rows else context_BHTR.transpose(1, 2)).to(dtype)
 
 
 def to_output_code(context: HeadCodes, left: Tensor) -> Tensor:
@@ -120,8 +144,12 @@ def to_output_code(context: HeadCodes, left: Tensor) -> Tensor:
     Shape:
         ``(B, H, T, R) -> (B, T, R_o)``.
     """
+    batch, heads, tokens, rank = context.code.shape
+    size = left.shape[1] // heads
     with without_autocast(left):
-        mixing_HRR = context.by_head().to(left.dtype) @ left.unflatten(1, (context.num_heads, -1)).permute(1, 2, 0)
+        if not _mixing_pays(batch * tokens, rank, size, left.shape[0]):
+            return written_out(context).to(left.dtype) @ left.T
+        mixing_HRR = context.by_head().to(left.dtype) @ left.unflatten(1, (heads, size)).permute(1, 2, 0)
         return context.code.transpose(1, 2).flatten(2).to(left.dtype) @ mixing_HRR.flatten(0, 1)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
 
 from hf_comera import ComeraConfig, explain, get_comera_model
 from hf_comera.compress.explain import WIDTH
@@ -183,6 +183,17 @@ def test_what_layers_do_together_is_told(monkeypatch):
     query.joined.num_wasted = 1
     model.eval()
     assert "1 groups of siblings are no longer joined" in notes(model)
+
+
+@pytest.mark.parametrize(("config", "codes"), [(GPT2Config, 16), (OPTConfig, 32)])
+def test_what_a_token_takes_in_caches_is_told(config, codes):
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 241}
+    more = {"ffn_dim": 96, "word_embed_proj_dim": 48} if config is OPTConfig else {}
+    model = get_comera_model(AutoModelForCausalLM, ComeraConfig(rank=7), config=config(**sizes, **more))
+    assert f"2 attention layers cache {codes} numbers a token instead of 192, where prompts have 21,846" in notes(
+        model
+    )
+    assert " cache " not in notes(compressed("bert-mlm"))
 
 
 def test_why_attention_does_not_take_codes_is_told():

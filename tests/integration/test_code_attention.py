@@ -31,6 +31,10 @@ MODELS = {  # model type -> (class of its attention, sizes)
     "dinov2": ("Dinov2Attention", IMAGES),
     "siglip_vision_model": ("SiglipAttention", IMAGES),
     "gpt2": ("GPT2Attention", {"vocab_size": 241, "n_positions": 66, "n_embd": 48, "n_layer": 2, "n_head": 4}),
+    "opt": (
+        "OPTAttention",
+        {**WORDS, "ffn_dim": 96, "word_embed_proj_dim": 48, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 0},
+    ),
     "clip_text_model": ("CLIPAttention", {**WORDS, "bos_token_id": 0, "eos_token_id": 1}),
 }
 
