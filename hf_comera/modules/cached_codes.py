@@ -31,7 +31,8 @@ def put_together(parts: Sequence[HeadCodes]) -> HeadCodes | None:
         return first
     if not all(_stands_for_the_same(part, first) for part in parts):
         return None
-    return first._replace(code=_shared(lambda *codes: torch.cat(codes, dim=1), *(part.code for part in parts)))
+    codes = tuple(part.code for part in parts)
+    return first._replace(code=_shared(codes, ("joined",), lambda: torch.cat(codes, dim=1)))
 
 
 def cropped_or_selected(
@@ -45,18 +46,19 @@ def cropped_or_selected(
         args: What it is given besides the keys or values.
         kwargs: The same by name.
     """
-    if codes.code.ndim != 3:  # not keys or values, but what attention has made
+    code, how, make = codes.code, None, None
+    if code.ndim != 3:  # not keys or values, but what attention has made
         return None
     match func, args, kwargs:
         case Tensor.index_select, (0, Tensor() as index), {}:
-            return codes._replace(code=_shared(lambda code, at: code.index_select(0, at), codes.code, index))
+            how, make = ("selected", index), lambda: code.index_select(0, index)
         case Tensor.repeat_interleave, (int() as repeats,), {"dim": 0}:
-            return codes._replace(code=codes.code.repeat_interleave(repeats, dim=0))
-        case Tensor.__getitem__, ((Tensor() as index, EllipsisType()),), {}:
-            return codes._replace(code=codes.code[index])
+            how, make = ("repeated", repeats), lambda: code.repeat_interleave(repeats, dim=0)
+        case Tensor.__getitem__, ((Tensor(ndim=1) as index, EllipsisType()),), {}:
+            how, make = ("indexed", index), lambda: code[index]
         case Tensor.__getitem__, ((EllipsisType(), slice() as tokens, slice(start=None, stop=None, step=None)),), {}:
-            return codes._replace(code=codes.code[:, tokens])
-    return None
+            how, make = ("cropped", tokens), lambda: code[:, tokens]
+    return None if how is None or make is None else codes._replace(code=_shared((code,), how, make))
 
 
 def copied(codes: HeadCodes, memo: dict[int, Any]) -> HeadCodes:
@@ -66,30 +68,45 @@ def copied(codes: HeadCodes, memo: dict[int, Any]) -> HeadCodes:
 
 class _LastOfThread(threading.local):
     def __init__(self) -> None:
-        self.sources: tuple[weakref.ref[Tensor], ...] = ()
+        self.codes: tuple[weakref.ref[Tensor], ...] = ()
+        self.how: tuple[Any, ...] = ()
         self.made: weakref.ref[Tensor] | None = None
 
 
 _last = _LastOfThread()
 
 
-def _shared(make: Callable[..., Tensor], *sources: Tensor) -> Tensor:
-    """``make(*sources)``; values, which a cache treats right after keys, get what was made of the same code then."""
+def _shared(codes: tuple[Tensor, ...], how: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+    """``make()``; values, which a cache treats right after keys, get what was made of the same codes for them.
+
+    Args:
+        codes: What it is made of.
+        how: In which way: a name, and what tells it apart from the same way at another time.
+        make: Makes it.
+    """
     made = None if _last.made is None else _last.made()
-    same = len(sources) == len(_last.sources) and all(
-        one() is other for one, other in zip(_last.sources, sources, strict=True)
-    )
-    if made is None or not same or made.requires_grad != torch.is_grad_enabled():
-        made = make(*sources)
-        _last.sources, _last.made = tuple(weakref.ref(source) for source in sources), weakref.ref(made)
+    same = len(codes) == len(_last.codes) and all(one() is code for one, code in zip(_last.codes, codes, strict=True))
+    if made is None or not same or not _equal(how, _last.how) or made.requires_grad != torch.is_grad_enabled():
+        made = make()
+        _last.codes, _last.made = tuple(weakref.ref(code) for code in codes), weakref.ref(made)
+        _last.how = tuple(each.clone() if isinstance(each, Tensor) else each for each in how)
     return made
 
 
+def _equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    if [type(each) for each in one] != [type(each) for each in other]:
+        return False
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b) for a, b in zip(one, other, strict=True))
+
+
 def _stands_for_the_same(one: HeadCodes, other: HeadCodes) -> bool:
-    """Whether both are keys, or values, of one layer; on a GPU a comparison of halves would have to be waited for."""
+    """Whether both are keys, or values, of one layer that does not train.
+
+    Where it trains, either half may have its own gradient. On a GPU a comparison would have to be waited for.
+    """
     if one.code.ndim != 3 or other.code.ndim != 3 or one.num_heads != other.num_heads:
         return False
     traits = {(part.code.shape[0], part.right.shape, part.right.dtype, part.right.device) for part in (one, other)}
-    if len(traits) > 1 or isinstance(one.right, FakeTensor):
+    if len(traits) > 1 or any(part.right.requires_grad or isinstance(part.right, FakeTensor) for part in (one, other)):
         return False
     return one.right is other.right or (one.right.device.type == "cpu" and torch.equal(one.right, other.right))

@@ -1,7 +1,5 @@
 """What Accelerate's wrapper around an optimizer knows of a step; for any other optimizer, that nothing is unusual."""
 
-from contextlib import suppress
-
 import torch
 
 __all__ = ["only_gathers", "unscale", "was_skipped"]
@@ -17,8 +15,11 @@ def unscale(optimizer: torch.optim.Optimizer) -> None:
     """Have its scaler of fp16 losses, if it has one, divide the gradients now, not only in the step."""
     scaler = getattr(optimizer, "scaler", None)
     if scaler is not None and scaler.is_enabled():
-        with suppress(RuntimeError):  # it has, for clipping
+        try:
             scaler.unscale_(optimizer.optimizer)  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            if "already been called" not in str(error):  # it has, for clipping
+                raise
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:

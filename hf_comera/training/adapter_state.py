@@ -1,7 +1,7 @@
 """Whether a saved state of rank adaptation is one that a training can go on from."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from hf_comera.training.bond_table import BondTable
@@ -12,7 +12,7 @@ __all__ = ["check_ranks_of_state", "check_state"]
 logger = logging.getLogger(__name__)
 
 
-def check_state(state: dict[str, Any], keys: Collection[str], settings: RankAdaptation, total_steps: int) -> None:
+def check_state(state: dict[str, Any], keys: AbstractSet[str], settings: RankAdaptation, total_steps: int) -> None:
     """Refuse what is no state of rank adaptation, or one of a training of another length.
 
     Other settings are taken, for a target may have turned out too small; a warning names them.
@@ -26,7 +26,7 @@ def check_state(state: dict[str, Any], keys: Collection[str], settings: RankAdap
     Raises:
         ValueError: If the state cannot be gone on from.
     """
-    if lacking := keys - state.keys():
+    if lacking := keys - state.keys() - {"settings"}:
         raise ValueError(
             f"The state of rank adaptation lacks {sorted(lacking)}: it is damaged or of something else. Load what "
             "RankAdapter.state_dict() returned."
@@ -36,9 +36,10 @@ def check_state(state: dict[str, Any], keys: Collection[str], settings: RankAdap
             f"total_steps={total_steps}, but the training to resume was one of {state['total_steps']}, and its stages "
             "were laid out for them. Resume with as many steps, or start anew from its weights."
         )
-    present = vars(settings)
-    changed = [f"{name}={value!r}" for name, value in state["settings"].items() if present.get(name) != value]
-    if changed:
+    if "settings" not in state:
+        logger.warning("The state of rank adaptation does not say its settings. Training goes on with %s.", settings)
+    present, before = vars(settings), state.get("settings", {})
+    if changed := [f"{name}={value!r}" for name, value in before.items() if present.get(name) != value]:
         logger.warning(
             "Rank adaptation goes on with other settings than it began with, which were %s.", ", ".join(changed)
         )

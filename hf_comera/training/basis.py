@@ -32,8 +32,9 @@ def to_canonical_basis(layers: Mapping[str, TensorTrainModule], optimizer: torch
         The singular values of all bonds, layer by layer.
 
     Raises:
-        ValueError: If cores are not finite.
+        ValueError: If cores are not finite, or there is state of which is not known how it moves; nothing has changed.
     """
+    check_moments(layers, optimizer)
     spectra: list[Tensor] = []
     for name, layer in layers.items():
         gates = layer.rank_gates()

@@ -152,6 +152,8 @@ def test_caches_are_changed_as_tensors_are(model, change):
         CHANGES[change](cache)
         rows = layers(cache)[0][0].shape[0]
         found.append(continued(model, end.repeat(rows // 2, 1), cache))
+        if len(found) == 1:
+            assert numbers_per_token(cache, rows) == 2 * {"gpt2": 1, "opt": 2}[model.config.model_type] * CODE
         do_without_codes(model)
         assert in_codes(cache) == (len(found) == 1)
     torch.testing.assert_close(*found)
@@ -168,6 +170,21 @@ def test_codes_of_other_weights_are_written_out(model):
             parameter.mul_(1.1)
         found.append(continued(model, end, cache))
         model.load_state_dict(states)
+        do_without_codes(model)
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_what_follows_a_prompt_without_gradients_can_train(model, tokens):
+    start, end = torch.randint(2, 241, (2, 9)), torch.randint(2, 241, (2, tokens))
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        with torch.no_grad():
+            cache = model(start, past_key_values=DynamicCache(config=model.config)).past_key_values
+        logits = model(end, past_key_values=cache).logits
+        (logits * torch.cos(torch.arange(logits.numel(), dtype=logits.dtype)).view_as(logits)).sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
         do_without_codes(model)
     torch.testing.assert_close(*found)
 

@@ -40,6 +40,9 @@ CHANGES = {
 }
 
 
+CHANGES_OF_TWO = {name: CHANGES[name] for name in ("repeated", "cropped", "first")}
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_are_made_of_codes(change, right, uses):
     stand_in, tensor = in_heads(right)
@@ -50,6 +53,9 @@ def test_changes_are_made_of_codes(change, right, uses):
 
 
 OTHERS = {
+    "one text by a tensor": lambda x: x[torch.tensor(1), ...],
+    "texts in two dimensions": lambda x: x[torch.tensor([[0, 1], [2, 0]]), ...],
+    "a mask of heads": lambda x: x[torch.ones(3, HEADS, dtype=torch.bool), ...],
     "selected by a list": lambda x: x[[0, 1]],
     "features": lambda x: x[..., 2:],
     "heads": lambda x: x.index_select(1, torch.tensor([2, 0])),
@@ -82,6 +88,7 @@ def test_later_tokens_join(grad, right, uses):
 MISFITS = {
     "another half": lambda right: in_heads(right + 1),
     "another dtype": lambda right: in_heads(right, dtype=torch.float32),
+    "a half that trains": lambda right: in_heads(right.clone().requires_grad_(), grad=True),
 }
 
 
@@ -100,10 +107,20 @@ def test_key_and_value_of_one_code_go_on_sharing_it(right):
         whole = UnwrittenHeads.of(code, torch.cat([right, right + 1], dim=1), 2 * HEADS)
         return [split(part) for part in whole.split(HEADS * SIZE, dim=2)]
 
-    index, parts = torch.tensor([1, 0]), zip(key_and_value(4), key_and_value(1), strict=True)
-    joined = [torch.cat(pair, dim=-2) for pair in parts]
-    for key, value in (joined, [part.index_select(0, index) for part in joined], copy.deepcopy(joined)):
+    joined = [torch.cat(pair, dim=-2) for pair in zip(key_and_value(4), key_and_value(1), strict=True)]
+    changes = [lambda x: x, lambda x: x.index_select(0, torch.tensor([1, 0])), *CHANGES_OF_TWO.values()]
+    for key, value in (*([change(part) for part in joined] for change in changes), copy.deepcopy(joined)):
         assert key._codes.code is value._codes.code
+
+
+@torch.no_grad()
+def test_what_was_shared_before_is_not_taken_for_something_else(right):
+    (stand_in, tensor), index = in_heads(right), torch.tensor([2, 0])
+    kept = [stand_in.index_select(0, index), stand_in[..., :2, :]]
+    index.copy_(torch.tensor([1, 1]))
+    torch.testing.assert_close(stand_in.index_select(0, index).real(), tensor.index_select(0, index))
+    torch.testing.assert_close(stand_in[..., :3, :].real(), tensor[..., :3, :])
+    assert len(kept) == 2
 
 
 @torch.no_grad()

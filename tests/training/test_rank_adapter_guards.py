@@ -115,6 +115,25 @@ def test_other_settings_are_gone_on_with_and_named(caplog):
     assert "which were target_parameters=200, early=0.4." in caplog.text
 
 
+def test_a_state_without_settings_is_gone_on_with(caplog):
+    *_, adapter = adapted()
+    state = adapter.state_dict()
+    del state["settings"]
+    adapter.load_state_dict(state)
+    assert "does not say its settings. Training goes on with RankAdaptation(" in caplog.text
+
+
+def test_state_that_comes_later_is_refused_before_a_cut():
+    layer, optimizer, adapter = adapted(RankAdaptation(target_parameters=200, early=1, late=4, cut_every=2))
+    train(layer, optimizer, adapter, 2)
+    optimizer.state[layer.core_0]["grad_avg"] = torch.ones_like(layer.core_0)
+    cores = [core.detach().clone() for core in layer.cores()]
+    optimizer.step = lambda: None
+    with pytest.raises(ValueError, match="keeps 'grad_avg'"):
+        train(layer, optimizer, adapter, 2)
+    assert all(torch.equal(new, old) for new, old in zip(layer.cores(), cores, strict=True))
+
+
 def test_a_step_without_its_loss_is_refused():
     layer, optimizer, adapter = adapted()
     train(layer, optimizer, adapter, 1)
