@@ -146,9 +146,7 @@ class RankAdapter:
         if only_gathers(self._given_optimizer):
             return
         if not self._has_seen_loss:
-            raise ValueError(
-                "after_step() without before_step(loss): it comes after the backward, also of a NaN loss."
-            )
+            raise ValueError("after_step() without before_step(loss): call it after the backward, also of a NaN.")
         self._has_seen_loss = False
         self.prepare_step()
         if not was_skipped(self._given_optimizer):
