@@ -1,6 +1,7 @@
 """scripts/bench_*.py: every benchmark still runs, checks its results before timing, and prints its ratio."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,9 @@ def test_ranks_are_compared_at_one_size():
     program = [sys.executable, str(SCRIPTS / "bench_ranks.py"), *options]
     result = subprocess.run(program, capture_output=True, text=True, timeout=280, env=root)
     assert result.returncode == 0, result.stderr
-    lines = [line.strip("│ ").split("│") for line in result.stdout.splitlines() if line.startswith("│")]
-    sizes = {line[0].strip(): int(line[7]) for line in lines}
+    table = [re.split("[│┃]", line)[1:-1] for line in result.stdout.splitlines() if line[:1] in ("│", "┃")]
+    names, *rows = [[cell.strip() for cell in line] for line in table]
+    found = {row[0]: dict(zip(names, row, strict=True)) for row in rows}
+    assert found["cut"]["stages"] == "0.4 early, 0.3 late"
+    sizes = {form: int(row["core parameters"]) for form, row in found.items()}
     assert sizes["kept"] > sizes["small"] >= sizes["cut"] > 0.8 * sizes["small"]
