@@ -8,7 +8,7 @@ from transformers import HfArgumentParser
 from loop_settings import LoopSettings, SettingGroups, check_files, check_ranges, setting
 from rank_settings import RankSettings, check_ranks, wants_adaptation
 
-DEMO_STEPS = 4000  # about four minutes of the demo's model on two CPU cores
+DEMO_STEPS = 4000  # six to eight minutes of the demo's model on two CPU cores
 DEMO_CORE_RATIO = 0.5
 
 DESCRIPTION = """\
