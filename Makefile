@@ -21,7 +21,7 @@ help:  ## list the targets
 
 install: $(STAMP)  ## make .venv and install the project in it with the tested versions
 
-demo: $(STAMP)  ## pre-train a small tensor-train language model on Python code, a few minutes on 2 cores
+demo: $(STAMP)  ## pre-train a small tensor-train language model on Python code, under ten minutes on 2 cores
 	$(LAUNCH) scripts/pretrain_codebert.py $(DEMO_ARGS)
 
 check: $(STAMP)  ## style, types and import direction

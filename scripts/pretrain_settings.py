@@ -13,7 +13,7 @@ DEMO_CORE_RATIO = 0.5
 
 DESCRIPTION = """\
 Pre-train a masked language model on code in tensor-train form, as CodeBERT is trained: docstring, separator, code.
-Without any option it is the demo: a small RoBERTa on the functions of this Python's standard library, a few minutes
+Without any option it is the demo: a small RoBERTa on the functions of this Python's standard library, some minutes
 on a CPU, whose ranks are trained too, to half of the core parameters (--target_core_ratio 1 keeps them all).
 Several processes on one CPU: torchrun --nproc_per_node 2 scripts/pretrain_codebert.py --use_cpu
 """
