@@ -31,6 +31,7 @@ from quality_settings import DEFAULT_EPOCHS, DEFAULT_STEPS, FILES, parse_setting
 from quality_table import quality_table
 from quality_task import Task
 from quality_training import Outcome, Trainer, train
+from user_errors import run_script
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,4 +133,4 @@ def _rounded(value: float | None) -> float | str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

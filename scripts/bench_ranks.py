@@ -7,6 +7,7 @@
 
 import argparse
 import statistics
+import sys
 import time
 
 import torch
@@ -32,6 +33,7 @@ from quality_bytes import bytes_task
 from quality_task import Task, held_out_loss
 from quality_training import LAST_PART, MAX_GRADIENT_NORM
 from quality_updates import rate_course
+from user_errors import run_script
 
 DESCRIPTION = """\
 Three runs with the same data and rate: a tensor-train model whose ranks are kept;
@@ -63,6 +65,8 @@ def main() -> None:
     parser.add_argument("--threads", type=positive_integer, default=1, help="torch threads; default 1")
     parser.add_argument("--no-save", action="store_true", help="print only, do not write scripts/results/")
     args = parser.parse_args()
+    # Refused here, before the first run: stages that no training has room for.
+    RankAdaptation(early=args.early, late=args.late).stages(args.steps)
     torch.set_num_threads(args.threads)
     logging.set_verbosity_error()
     task, rows = bytes_task(), []
@@ -147,4 +151,4 @@ def show(rows: list[Row]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

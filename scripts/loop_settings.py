@@ -1,10 +1,13 @@
 """The settings that every training script has: steps, rates, batches, checkpoints, trackers; and their ranges."""
 
 import dataclasses
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from transformers import HfArgumentParser
 
 from hf_comera.memory.policy import NAMED_POLICIES
 
@@ -86,6 +89,27 @@ _POSITIVE = (
     "save_total_limit", "num_threads",
 )  # fmt: skip
 _NOT_NEGATIVE = ("num_warmup_steps", "weight_decay", "dataloader_num_workers")
+
+
+def read_groups(parser: HfArgumentParser, argv: Sequence[str] | None) -> tuple[Any, ...]:
+    """The settings of a command line, an object for each dataclass of ``parser``.
+
+    Args:
+        parser: Knows the dataclasses.
+        argv: Arguments without the name of the program. None: those of this process.
+
+    Raises:
+        ValueError: If there is an option that no dataclass has.
+    """
+    arguments = None if argv is None else list(argv)
+    *groups, unknown = parser.parse_args_into_dataclasses(args=arguments, return_remaining_strings=True)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        known = [f"--{field.name}" for group in parser.dataclass_types for field in dataclasses.fields(group)]
+        near = difflib.get_close_matches(name.replace("-", "_").replace("__", "--", 1), known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{name} is not an option here.{hint}")
+    return tuple(groups)
 
 
 def check_ranges(values: Mapping[str, Any], *, positive: Sequence[str] = (), not_negative: Sequence[str] = ()) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers import HfArgumentParser
 
-from loop_settings import LoopSettings, SettingGroups, check_files, check_ranges, setting
+from loop_settings import LoopSettings, SettingGroups, check_files, check_ranges, read_groups, setting
 from rank_settings import RankSettings, check_ranks
 
 RATE, DENSE_RATE = (
@@ -104,11 +104,11 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
         argv: Arguments without the name of the program. None: those of this process.
 
     Raises:
-        ValueError: If a setting is out of range or contradicts another.
+        ValueError: If a setting is unknown, out of range or contradicts another.
     """
     groups = (ModelSettings, DataSettings, TrainingSettings)
     parser = HfArgumentParser(groups, prog="train_mnli.py", description=DESCRIPTION)
-    settings = Settings(*parser.parse_args_into_dataclasses(args=None if argv is None else list(argv)))
+    settings = Settings(*read_groups(parser, argv))
     if settings.training.learning_rate is None:
         settings.training.learning_rate = DENSE_RATE if settings.model.dense else RATE
     _check_sources(settings.data)

@@ -30,6 +30,7 @@ from run_metrics import write_metrics
 from run_setup import Data, prepare_data, prepare_run
 from run_start import describe_devices, launch_command, make_accelerator, say_how_to_resume, shut_down
 from train_loop import History, Run, train
+from user_errors import run_script
 
 SCRIPT = "scripts/pretrain_codebert.py"
 
@@ -126,4 +127,4 @@ def hub_id(settings: Settings) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

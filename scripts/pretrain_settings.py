@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers import HfArgumentParser
 
-from loop_settings import LoopSettings, SettingGroups, check_files, check_ranges, setting
+from loop_settings import LoopSettings, SettingGroups, check_files, check_ranges, read_groups, setting
 from rank_settings import RankSettings, check_ranks, wants_adaptation
 
 DEMO_STEPS = 4000  # six to eight minutes of the demo's model on two CPU cores
@@ -119,12 +119,12 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
         argv: Arguments without the name of the program. None: those of this process.
 
     Raises:
-        ValueError: If a setting is out of range or contradicts another.
+        ValueError: If a setting is unknown, out of range or contradicts another.
     """
     parser = HfArgumentParser(
         (ModelSettings, DataSettings, TrainingSettings), prog="pretrain_codebert.py", description=DESCRIPTION
     )
-    settings = Settings(*parser.parse_args_into_dataclasses(args=None if argv is None else list(argv)))
+    settings = Settings(*read_groups(parser, argv))
     _check_sources(settings.model, settings.data)
     _check_ranges(settings)
     check_ranks(settings.training, settings.model.dense)

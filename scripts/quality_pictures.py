@@ -20,6 +20,7 @@ from interleaved_timing import RESULTS
 from quality_rows import ROWS, Results
 from quality_settings import TASKS
 from quality_variants import Row, Variant, mean_and_spread, variants
+from user_errors import run_script
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -184,4 +185,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -26,6 +26,7 @@ from rank_outcome import show_ranks
 from run_checkpoint import open_folder, read_history, remove_checkpoints, restore_folder
 from run_start import describe_devices, launch_command, make_accelerator, say_how_to_resume, shut_down
 from train_loop import History, Run, train
+from user_errors import run_script
 
 SCRIPT = "scripts/train_mnli.py"
 
@@ -109,4 +110,4 @@ def finish(run: Run, data: Data, settings: Settings, command: str, console: Cons
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

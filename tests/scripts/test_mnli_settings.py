@@ -34,6 +34,8 @@ REFUSED = [
     ([*HUB, "--max_length", "4"], "--max_length 4 leaves no room.*at least 8"),
     ([*HUB, "--validation_split_percentage", "100"], "between 0 and 100"),
     ([*HUB, "--num_warmup_steps", "-1"], "must be 0 or greater"),
+    ([*HUB, "--target-core-ratoi=2"], "--target-core-ratoi is not an option here. Did you mean --target_core_ratio?"),
+    ([*HUB, "mnli"], "mnli is not an option here."),
 ]
 
 
