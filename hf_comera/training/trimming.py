@@ -13,6 +13,9 @@ from hf_comera.training.bond_table import BondTable
 
 __all__ = ["TrainRanks", "choose_ranks", "smallest_size", "train_ranks", "trim"]
 
+_WHOLE = -1
+"""In place of a bond: all of a train, at rank one."""
+
 
 @dataclass
 class TrainRanks:
@@ -55,7 +58,9 @@ class _Trimmed:
         return self.cost(bond)
 
     def cost(self, bond: int) -> int:
-        """Parameters of one rank of ``bond``."""
+        """Parameters of one rank of ``bond``; of a train with one rank everywhere for ``_WHOLE``."""
+        if bond == _WHOLE:
+            return self.train.size([1] * len(self.ranks))
         bonds = (1, *self.ranks, 1)
         return self.train.factors[bond] * bonds[bond] + self.train.factors[bond + 1] * bonds[bond + 2]
 
@@ -66,11 +71,29 @@ class _Trimmed:
         least = self.train.importance[bond][self.orders[bond][self.ranks[bond] - 1]]
         return float(least) / self.saving(bond)
 
-    def remove(self, bond: int) -> None:
-        if self.ranks[bond] == 1:
-            self.ranks = [0] * len(self.ranks)
-        else:
+    def remove(self, bond: int) -> list[int]:
+        """Take the least important rank of ``bond`` away, and with its last one the train; the bonds of what went.
+
+        Of a train that goes, these are its ranks above one, the least important first, and then ``_WHOLE``.
+        """
+        if self.ranks[bond] > 1:
             self.ranks[bond] -= 1
+            return [bond]
+        others = [(place, rank) for place, count in enumerate(self.ranks) for rank in range(1, count)]
+        others.sort(key=lambda other: self.train.importance[other[0]][self.orders[other[0]][other[1]]])
+        self.ranks = [0] * len(self.ranks)
+        return [*(place for place, _ in others), _WHOLE]
+
+    def restore(self, bond: int) -> None:
+        """Undo what is last in :meth:`remove`."""
+        if bond == _WHOLE:
+            self.ranks = [1] * len(self.ranks)
+        else:
+            self.ranks[bond] += 1
+
+    def lacks(self, bond: int) -> bool:
+        """Whether a rank of ``bond`` could come back: of a train that is there, or the train itself."""
+        return any(self.ranks) == (bond != _WHOLE)
 
     def kept(self) -> list[np.ndarray]:
         """Indices of the ranks that stay, in their order, for each bond."""
@@ -80,8 +103,8 @@ class _Trimmed:
 def trim(trains: Sequence[TrainRanks], budget: int) -> list[list[np.ndarray]]:
     """Remove ranks one at a time, the one of the least importance per parameter first, until ``budget`` is met.
 
-    What the last removal saved too much is given back: at the end no removed rank fits any more, so the size is within
-    one rank of the budget. (Whole trains that went do not come back.)
+    What the last removal saved too much is given back: at the end no removed rank fits any more, nor a removed train
+    with one rank everywhere, so the size is within one of these of the budget.
 
     Args:
         trains: The trains with the importance of their ranks.
@@ -107,8 +130,7 @@ def trim(trains: Sequence[TrainRanks], budget: int) -> list[list[np.ndarray]]:
         index = int(best.argmin())
         state, bond = states[index], int(np.argmin(scores[index]))
         size -= state.saving(bond)
-        state.remove(bond)
-        removed.append((index, bond))
+        removed += [(index, gone) for gone in state.remove(bond)]
         scores[index] = [state.loss_per_parameter(bond) for bond in range(len(state.ranks))]
         best[index] = min(scores[index], default=np.inf)
     _give_back(states, removed, budget - size)
@@ -180,15 +202,15 @@ def _fixed(train: TrainRanks) -> int:
 
 
 def _give_back(states: list[_Trimmed], removed: list[tuple[int, int]], slack: int) -> None:
-    """Restore removed ranks while they fit, the last removed first; removed trains stay so."""
+    """Restore what was removed while it fits, the last removed first."""
     fits = True
     while fits:
         fits = False
         for place in range(len(removed) - 1, -1, -1):
             index, bond = removed[place]
             state = states[index]
-            if state.ranks[bond] and state.cost(bond) <= slack:
+            if state.lacks(bond) and state.cost(bond) <= slack:
                 slack -= state.cost(bond)
-                state.ranks[bond] += 1
+                state.restore(bond)
                 del removed[place]
                 fits = True

@@ -58,6 +58,10 @@ def test_every_budget_is_met_and_no_removed_rank_fits(seed):
                     more = [list(indices) for indices in kept]
                     more[place][bond] = range(len(kept[place][bond]) + 1)
                     assert size_of(trains, more) > budget
+            if train.importance and not len(kept[place][0]):  # a train that went does not fit in either
+                more = [list(indices) for indices in kept]
+                more[place] = [range(1)] * len(train.importance)
+                assert size_of(trains, more) > budget
 
 
 @every_seed
@@ -113,6 +117,15 @@ def test_what_the_last_removal_saved_too_much_is_given_back():
     """The large rank goes last and frees room for the small ones that went before it."""
     trains = [TrainRanks((1, 1), [np.array([9.0, 0.1, 0.1])]), TrainRanks((50, 50), [np.array([9.0, 8.0])])]
     assert [len(i[0]) for i in trim(trains, 106)] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("budget", "ranks"), [(61, [0, 0]), (62, [1, 1]), (122, [1, 1]), (123, [1, 2]), (183, [1, 2]), (184, [1, 3])]
+)
+def test_a_train_that_frees_too_much_comes_back_smaller(budget, ranks):
+    """The last rank of the first bond is worth least, and the whole train goes with it; what fits in is given back."""
+    train = TrainRanks((1, 60, 1), [np.array([0.2]), np.array([9.0, 8.0, 7.0])])
+    assert [len(index) for index in trim([train], budget)[0]] == ranks
 
 
 def test_ties_are_broken_by_place():
