@@ -36,7 +36,8 @@ def rank_importance(table: BondTable, effects: Tensor, spectra: list[Tensor], th
         table: Of the model.
         effects: Mean of :func:`bond_effects` over the last steps, ``(B,)``.
         spectra: Singular values of each bond, descending.
-        threshold: A rank is dead if its singular value is below this part of the largest.
+        threshold: A rank is dead if it and all weaker ones together, by the norm of their singular values, are no
+            more than this part of the largest: what a cut changes at a bond is bounded, however many ranks die.
 
     Returns:
         ``(G,)`` in float64, -1 for dead ranks.
@@ -50,6 +51,7 @@ def rank_importance(table: BondTable, effects: Tensor, spectra: list[Tensor], th
         for bond in own:
             squares = spectra[bond].square()
             share = squares / squares.sum().clamp_min(torch.finfo(torch.float64).tiny)
-            dead = spectra[bond] <= threshold * spectra[bond][0]
+            tails = squares.flip(0).cumsum(0).flip(0).sqrt()
+            dead = tails <= threshold * spectra[bond][0]
             values.append(torch.where(dead, -1.0, share * effect))
     return torch.cat(values)

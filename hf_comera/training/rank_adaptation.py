@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 
 from hf_comera.training.stages import Stages, resolve_steps
 
@@ -57,14 +57,18 @@ class RankAdaptation:
     """L0 of the late stage. None: the smoothed training loss at the end of the early stage."""
 
     threshold: float = 0.01
-    """A rank is dead, and cut, when its singular value is below this part of the largest at its bond. CoMERA's tau."""
+    """Ranks are dead, and cut, whose singular values are together, as a norm, below this part of the largest at their
+    bond, the weakest first. CoMERA's tau, there for each entry alone."""
 
     min_rank: int = 1
     """Ranks of a linear layer that cuts on the way to the wanted size leave on every bond; 0: whole layers may go.
     Of an embedding they leave at least one."""
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a model."""
+        """Check what can be checked without a model; numbers of other packages become Python's, which JSON holds."""
+        for name, value in vars(self).items():
+            if isinstance(value, Real) and not isinstance(value, bool | int | float):
+                object.__setattr__(self, name, int(value) if isinstance(value, Integral) else float(value))
         if self.target_ratio is not None and self.target_parameters is not None:
             raise ValueError(
                 f"target_ratio={self.target_ratio} and target_parameters={self.target_parameters} are both given. "
@@ -106,6 +110,7 @@ class RankAdaptation:
             ValueError: If the stages are longer than the training.
         """
         _check_integer("total_steps", total_steps, least=1, example=1000)
+        total_steps = int(total_steps)
         early, late = (resolve_steps(name, getattr(self, name), total_steps) for name in ("early", "late"))
         if self.has_target and isinstance(self.late, float) and self.late > 0:
             late = max(late, 1)  # of a training of one or two steps
@@ -139,7 +144,7 @@ def check_adaptation(rank_adaptation: object) -> RankAdaptation:
 
 
 def _check_integer(name: str, value: int, *, least: int, example: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"{name}={value!r} is not an integer of at least {least}. Use for example {name}={example}.")
 
 

@@ -60,11 +60,12 @@ def check_budget(settings: RankAdaptation, model: nn.Module, table: BondTable, b
     others = ungated_parameters(model) - core_parameters(table)
     name = "target_ratio" if settings.target_ratio is not None else "target_parameters"
     ratio = math.ceil(1e4 * (others + smallest) / size_report(model).dense_parameters) / 1e4
+    as_ratio = f" (target_ratio={ratio})" if ratio <= 1 else ""
     raise ValueError(
         f"{name}={getattr(settings, name)} asks for {budget + others:,} parameters, but {others:,} are not in layers "
         f"whose ranks are trained, and with min_rank={settings.min_rank} the smallest possible size is "
-        f"{others + smallest:,}. Use at least target_parameters={others + smallest} (target_ratio={ratio}), or "
-        "compress more layers."
+        f"{others + smallest:,}. Use at least target_parameters={others + smallest}{as_ratio}, or compress "
+        "more layers."
     )
 
 

@@ -44,6 +44,11 @@ def add_rank_gates(model: nn.Module) -> None:
         if module.num_cores > 1 and not module.is_removed and all(core.requires_grad for core in module.cores())
     ]
     if not adaptable:
+        if trains and all(module.is_removed for module in trains):
+            raise ValueError(
+                f"All {len(trains)} tensor-train layers of {type(model).__name__} have been removed: no rank is left "
+                "to train. Train on without rank adaptation."
+            )
         found = "no layer in tensor-train form" if not trains else "no such layer with ranks and trainable cores"
         raise ValueError(
             f"Rank adaptation needs a compressed model, but {type(model).__name__} has {found}. Make it with "

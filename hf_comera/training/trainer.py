@@ -67,6 +67,10 @@ class ComeraTrainerMixin:
         if rank_adaptation is not None:
             kwargs["callbacks"] = [*(kwargs.get("callbacks") or ()), ComeraCallback(rank_adaptation)]
         super().__init__(*args, **kwargs)
+        if sum(isinstance(callback, ComeraCallback) for callback in self.callback_handler.callbacks) > 1:
+            raise ValueError(
+                "Two would train the ranks: rank_adaptation and a ComeraCallback, or two ComeraCallbacks. Give one."
+            )
         check_trainer_graphs(self.args, cuda_graphs, padding_buckets)
         self.cuda_graphs, self.padding_buckets = cuda_graphs, padding_buckets
         self.graphed_step: GraphedStep | None = None

@@ -1,8 +1,21 @@
 """The settings of rank adaptation: what they become, and what is refused."""
 
-import pytest
+import json
 
-from hf_comera import ComeraConfig, RankAdaptation, get_comera_model, size_report
+import numpy as np
+import pytest
+from torch import nn
+
+from hf_comera import (
+    ComeraConfig,
+    RankAdaptation,
+    RankAdapter,
+    TTMuon,
+    add_rank_gates,
+    get_comera_model,
+    size_report,
+)
+from hf_comera.modules import TTLinear
 from hf_comera.training.rank_budget import core_budget
 from tests.architectures import ARCHITECTURES
 
@@ -62,6 +75,15 @@ def test_stages_that_do_not_fit_the_training_raise(settings, total, message):
         RankAdaptation(**settings).stages(total)
 
 
+def test_numbers_of_numpy_are_numbers():
+    settings = RankAdaptation(
+        target_parameters=np.int64(500), early=np.int32(3), late=np.float32(0.5), gamma=np.float64(0.1)
+    )
+    assert settings == RankAdaptation(target_parameters=500, early=3, late=0.5, gamma=0.1)
+    assert json.loads(json.dumps(vars(settings))) == vars(settings)
+    assert settings.stages(np.int64(10)) == settings.stages(10)
+
+
 def test_stages_in_steps_and_in_parts():
     stages = RankAdaptation(target_ratio=0.5, early=0.2, late=500, cut_every=0.05).stages(1000)
     assert (stages.early, stages.late, stages.cut_every) == (200, 500, 50)
@@ -100,3 +122,10 @@ def test_budgets_are_what_the_rest_of_the_model_leaves(gated):
     ratio = (others + 200) / report.dense_parameters
     assert core_budget(RankAdaptation(target_ratio=ratio + 1e-9), model, cores) == 200
     assert core_budget(RankAdaptation(), model, cores) is None
+
+
+def test_no_ratio_above_one_is_advised():
+    layer = nn.Sequential(TTLinear(4, 4, ranks=4))
+    add_rank_gates(layer)
+    with pytest.raises(ValueError, match=r"target_parameters=\d+, or compress more layers"):
+        RankAdapter(layer, TTMuon(layer), RankAdaptation(target_ratio=0.001, min_rank=4), total_steps=10)
