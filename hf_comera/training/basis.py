@@ -1,7 +1,7 @@
 """Put the bonds of layers into their canonical bases while they train: cores, gates, the state of the optimizer."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ _SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"
 def to_canonical_basis(layers: Mapping[str, TensorTrainModule], optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Change the basis of every bond to the canonical one; what the layers compute changes by rounding only.
 
-    Gates are folded into the cores and start at one again. First moments of cores move as gradients do, exactly;
-    second moments as if the entries of a gradient were independent. Moments of gates, whose ranks are new mixtures,
-    become what is typical of their bond.
+    Gates are folded into the cores and start at one again. First moments of cores move as gradients do, exactly, and
+    those of RMSprop, which are steps, as the cores; second moments as if the entries of a gradient were independent.
+    Moments of gates, whose ranks are new mixtures, become what is typical of their bond.
 
     Args:
         layers: Layers by name, with or without gates.
@@ -45,15 +45,11 @@ def to_canonical_basis(layers: Mapping[str, TensorTrainModule], optimizer: torch
             )
         bases, inverses, singular_values = canonical_bases(layer.gated_cores())
         for place, core in enumerate(layer.cores()):
-            before, behind = place - 1, place  # bonds
-            first, last = place == 0, place == len(bases)
-            gate = None if last or not gates else gates[behind].double()
-            folded = core if gate is None else core.double() * gate
-            moved = to_basis(folded, None if first else inverses[before], None if last else bases[behind])
-            core.copy_(moved)
-            back = None if last else inverses[behind].mT if gate is None else _reciprocal(gate) * inverses[behind].mT
+            gate = None if place == len(bases) or not gates else gates[place].double()
+            change = _changes(place, gate, bases, inverses)
             state = plain_state(optimizer, core)
-            _move_moments(state, core, None if first else bases[before].mT, back)
+            core.copy_(to_basis(core, *change.of_core))
+            _move_moments(state, core, change)
             set_plain_state(optimizer, core, state)
         for gate in gates:
             gate.fill_(1)
@@ -82,14 +78,34 @@ def check_moments(layers: Mapping[str, TensorTrainModule], optimizer: torch.opti
                     )
 
 
-def _move_moments(state: dict[str, Any], core: Tensor, before: Tensor | None, behind: Tensor | None) -> None:
-    """Gradients move by the transposed inverses: what the core is multiplied by, they are divided by."""
+class _Change(NamedTuple):
+    """What a core is multiplied by, on its bonds before and behind, and what a gradient of it is."""
+
+    of_core: tuple[Tensor | None, Tensor | None]
+    of_gradient: tuple[Tensor | None, Tensor | None]
+
+
+def _changes(place: int, gate: Tensor | None, bases: list[Tensor], inverses: list[Tensor]) -> _Change:
+    """Of the core at ``place``; what the core is multiplied by, its gradients are divided by."""
+    first, last = place == 0, place == len(bases)
+    before = (None, None) if first else (inverses[place - 1], bases[place - 1].mT)
+    behind: tuple[Tensor | None, Tensor | None] = (None, None)
+    if not last:
+        scale, shrink = (1.0, 1.0) if gate is None else (gate.unsqueeze(1), _reciprocal(gate))
+        behind = (scale * bases[place], shrink * inverses[place].mT)
+    return _Change((before[0], behind[0]), (before[1], behind[1]))
+
+
+def _move_moments(state: dict[str, Any], core: Tensor, change: _Change) -> None:
     for key in state.keys() & (_FIRST_MOMENTS | _SECOND_MOMENTS):
         value = state[key]
         if not isinstance(value, Tensor) or value.shape != core.shape:
             continue
-        squares, norm = key in _SECOND_MOMENTS, value.norm()
-        factors = [None if part is None else part.square() if squares else part for part in (before, behind)]
+        norm, factors = value.norm(), change.of_gradient
+        if key in _SECOND_MOMENTS:
+            factors = tuple(None if part is None else part.square() for part in factors)
+        elif key == "momentum_buffer" and "square_avg" in state:  # RMSprop's is no gradient, but a step
+            factors = change.of_core
         value.copy_(to_basis(value, *factors))
         if key == "momentum_buffer" and "mean_norm" in state:  # TTMuon's certainty is the ratio of both
             state["mean_norm"].mul_(value.norm() / norm.clamp_min(torch.finfo(norm.dtype).tiny))

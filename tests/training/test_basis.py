@@ -14,6 +14,7 @@ OPTIMIZERS = {
     "adamw": lambda layer: torch.optim.AdamW(comera_param_groups(layer, 1e-2)),
     "coat": lambda layer: CoatAdamW(comera_param_groups(layer, 1e-2)),
     "tt_muon": lambda layer: TTMuon(layer, 1e-2),
+    "rmsprop": lambda layer: torch.optim.RMSprop(layer.parameters(), lr=1e-3, momentum=0.9),
 }
 
 
@@ -71,6 +72,29 @@ def test_momentum_means_the_same_change_of_the_loss(make):
         gate = old.rank_gates()[place] if place < old.num_cores - 1 else torch.ones(1, dtype=torch.float64)
         before = (momenta[place] / gate * gated).sum()
         torch.testing.assert_close((new_momenta[place] * core).sum().detach(), before.detach())
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_the_momentum_of_rmsprop_means_the_same_step(make):
+    """Its momentum is a step: the implied matrix moves as far along it as before, however uneven the cores are."""
+    layer, optimizer = trained(make, "rmsprop")
+    gate = layer.rank_gates()[0]
+    gate.data.copy_(torch.linspace(0.01, 3, gate.numel()))
+    before = step_of_momentum(layer, optimizer)
+    to_canonical_basis({"layer": layer}, optimizer)
+    torch.testing.assert_close(step_of_momentum(layer, optimizer), before)
+
+
+@torch.no_grad()
+def step_of_momentum(layer, optimizer):
+    """The derivative of the implied matrix along the momentum of the cores: it is linear in each of them."""
+    total = torch.zeros(layer.weight_shape(), dtype=torch.float64)
+    for core in layer.cores():
+        kept = core.clone()
+        core.copy_(optimizer.state[core]["momentum_buffer"])
+        total += layer.dense()
+        core.copy_(kept)
+    return total
 
 
 def test_gradients_move_as_the_momentum_does():
