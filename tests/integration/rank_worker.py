@@ -1,7 +1,8 @@
 """One process of a data-parallel run that trains ranks; writes losses, ranks and sizes as JSON into a folder.
 
 Started by ``torchrun`` (or alone, as the reference with whole batches) from test_ranks_in_parallel.py, with the way
-to train, ``loop`` (DDP by hand, with a stop and a resumption on the way) or ``trainer``, and the folder.
+to train, ``loop`` (DDP by hand, with a stop and a resumption on the way), ``loop-adamw`` or ``trainer``, and the
+folder.
 """
 
 import copy
@@ -24,6 +25,7 @@ from hf_comera import (
     RankAdapter,
     TTMuon,
     add_rank_gates,
+    comera_param_groups,
     get_comera_model,
     size_report,
 )
@@ -61,6 +63,8 @@ def start():
     add_rank_gates(model)
     wrapped = DistributedDataParallel(model) if WORLD > 1 else model
     optimizer = TTMuon(model, 1e-3)
+    if sys.argv[1] == "loop-adamw":  # with a large eps: entries of gradients that are all rounding must not decide
+        optimizer = torch.optim.AdamW(comera_param_groups(model, 1e-3), eps=1e-4, fused=True)
     return model, wrapped, optimizer, RankAdapter(wrapped, optimizer, settings, total_steps=STEPS)
 
 
@@ -120,9 +124,9 @@ def trainer():
 def main():
     """Train and write."""
     torch.set_num_threads(1)
-    if WORLD > 1 and sys.argv[1] == "loop":
+    if WORLD > 1 and sys.argv[1] != "trainer":
         dist.init_process_group("gloo")
-    model, losses = {"loop": loop, "trainer": trainer}[sys.argv[1]]()
+    model, losses = (trainer if sys.argv[1] == "trainer" else loop)()
     ranks = {name: list(after) for name, after in model.rank_report().after.items()}
     size, wanted = size_report(model).parameters, adaptation(compressed()).target_parameters
     dense = model.merge_and_unload()  # cores of equal trains may differ in signs

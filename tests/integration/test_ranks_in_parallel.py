@@ -18,7 +18,7 @@ def run(way, folder, *launcher):
     return [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
 
 
-@pytest.mark.parametrize("way", ["loop", "trainer"])
+@pytest.mark.parametrize("way", ["loop", "loop-adamw", "trainer"])
 def test_cuts_losses_and_weights_equal_those_of_one_process(way, tmp_path):
     (one,) = run(way, tmp_path / "one")
     first, second = run(way, tmp_path / "two", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")

@@ -13,6 +13,7 @@ from hf_comera import (
     RankAdapter,
     TTMuon,
     add_rank_gates,
+    comera_param_groups,
     get_comera_model,
     size_report,
 )
@@ -160,6 +161,14 @@ def test_a_model_that_is_not_compressed_is_refused(tmp_path):
         ComeraTrainer(model=dense, args=arguments(tmp_path), rank_adaptation=adaptation())
 
 
+def test_a_second_callback_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="Two would train the ranks: rank_adaptation and a ComeraCallback"):
+        ComeraTrainer(
+            model=compressed(), args=arguments(tmp_path), rank_adaptation=adaptation(),
+            callbacks=[ComeraCallback(adaptation())],
+        )  # fmt: skip
+
+
 def test_settings_of_another_kind_are_refused():
     with pytest.raises(ValueError, match=r"rank_adaptation=0.02 is needed as a RankAdaptation"):
         ComeraCallback(0.02)
@@ -231,15 +240,22 @@ def test_a_model_that_returns_no_loss_needs_our_trainer(tmp_path):
         trainer.train()
 
 
-def test_accelerate_resumes_exactly_across_a_cut(tmp_path):
+ACCELERATED = {
+    "tt_muon": lambda model: TTMuon(model, 1e-3),
+    "fused adamw": lambda model: torch.optim.AdamW(comera_param_groups(model, 1e-3), fused=True),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "saved_after"), [("tt_muon", 3), ("fused adamw", 1), ("fused adamw", 4)])
+def test_accelerate_resumes_exactly_across_a_cut(optimizer, saved_after, tmp_path):
     def start():
         accelerator = Accelerator(cpu=True)
         model = compressed()
         add_rank_gates(model)
-        model, optimizer = accelerator.prepare(model, TTMuon(model, 1e-3))
-        adapter = RankAdapter(model, optimizer, adaptation(min_rank=0), total_steps=6)
+        model, optimizer_ = accelerator.prepare(model, ACCELERATED[optimizer](model))
+        adapter = RankAdapter(model, optimizer_, adaptation(min_rank=0), total_steps=6)
         accelerator.register_for_checkpointing(adapter)
-        return accelerator, model.eval(), optimizer, adapter
+        return accelerator, model.eval(), optimizer_, adapter
 
     def train(accelerator, model, optimizer, adapter, steps):
         for _ in range(steps):
@@ -253,11 +269,13 @@ def test_accelerate_resumes_exactly_across_a_cut(tmp_path):
     torch.manual_seed(1)
     inputs = ARCHITECTURE.training_inputs()
     whole = start()
-    train(*whole, 3)
+    train(*whole, saved_after)
     whole[0].save_state(str(tmp_path))
-    train(*whole, 3)
+    ranks = whole[1].rank_report().after
+    train(*whole, 6 - saved_after)
+    assert ranks != whole[1].rank_report().after
     resumed = start()
     resumed[0].load_state(str(tmp_path))
-    train(*resumed, 3)
+    train(*resumed, 6 - saved_after)
     assert same(whole[1], resumed[1])
     assert whole[3].state_dict() == resumed[3].state_dict()
