@@ -127,10 +127,10 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
     settings = Settings(*read_groups(parser, argv))
     _check_sources(settings.model, settings.data)
     _check_ranges(settings)
-    check_ranks(settings.training, settings.model.dense)
     demo = not (settings.model.model_name_or_path or settings.model.config_name or settings.model.dense)
     if demo and not wants_adaptation(settings.training):
         settings.training.target_core_ratio = DEMO_CORE_RATIO
+    check_ranks(settings.training, settings.model.dense)
     return settings
 
 

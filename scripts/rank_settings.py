@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass
 
 from torch import nn
+from torch.optim import Optimizer
 
-from hf_comera import RankAdaptation, size_report
+from hf_comera import RankAdaptation, RankAdapter, size_report
 from loop_settings import setting
 
 _WANTED = ("target_ratio", "target_parameters", "target_core_ratio")
@@ -42,26 +43,40 @@ def check_ranks(settings: RankSettings, dense: bool) -> None:
     """Refuse what cannot work, before anything is loaded.
 
     Raises:
-        ValueError: If more than one target is given, one is out of range, or the model is dense.
+        ValueError: If more than one target is given, one is out of range, stages are given without anything to train,
+            or the model is dense.
     """
-    given = [f"--{name} {getattr(settings, name)}" for name in _WANTED if getattr(settings, name) is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are given. Give the one that you know.")
+    targets = [f"--{name} {getattr(settings, name)}" for name in _WANTED if getattr(settings, name) is not None]
+    if len(targets) > 1:
+        raise ValueError(f"{' and '.join(targets)} are given. Give the one that you know.")
     if dense and wants_adaptation(settings):
-        raise ValueError(
-            f"{given[0] if given else '--adapt_ranks'} is for tensor trains, which --dense has none of. Give one."
-        )
+        raise ValueError(f"{_asked_by(settings)} is for tensor trains, which --dense has none of. Give one.")
     ratio = settings.target_core_ratio
     if ratio is not None and not 0 < ratio <= 1:
         raise ValueError(f"--target_core_ratio {ratio} must be above 0 and at most 1, for example 0.5.")
     for name in ("early_stage", "late_stage"):
-        length = getattr(settings, name)
-        if not (0 <= length <= 1 or (math.isfinite(length) and length > 1 and length == int(length))):
-            raise ValueError(
-                f"--{name} {length:g} is neither a part of the training (0 to 1, for example 0.3) nor a whole number "
-                "of steps (above 1, for example 1000)."
-            )
+        _check_stage(name, settings)
     _settings(settings, settings.target_parameters)
+
+
+def _check_stage(name: str, settings: RankSettings) -> None:
+    length = getattr(settings, name)
+    if not (0 <= length <= 1 or (math.isfinite(length) and length > 1 and length == int(length))):
+        raise ValueError(
+            f"--{name} {length:g} is neither a part of the training (0 to 1, for example 0.3) nor a whole number "
+            "of steps (above 1, for example 1000)."
+        )
+    if length != getattr(RankSettings, name) and not wants_adaptation(settings):
+        raise ValueError(
+            f"--{name} {length:g} is of rank adaptation, which nothing asks for. Give --adapt_ranks with it, or a "
+            "wanted size, for example --target_ratio 0.02."
+        )
+
+
+def _asked_by(settings: RankSettings) -> str:
+    """The option that asks for rank adaptation, as it is typed."""
+    targets = [f"--{name} {getattr(settings, name)}" for name in _WANTED if getattr(settings, name) is not None]
+    return targets[0] if targets else "--adapt_ranks"
 
 
 def rank_adaptation(settings: RankSettings, model: nn.Module) -> RankAdaptation | None:
@@ -85,6 +100,20 @@ def _settings(settings: RankSettings, parameters: int | None) -> RankAdaptation:
 
 def _steps(length: float) -> int | float:
     return int(length) if length > 1 else length
+
+
+def make_adapter(
+    settings: RankSettings, model: nn.Module, optimizer: Optimizer, adaptation: RankAdaptation, total_steps: int
+) -> RankAdapter:
+    """What trains the ranks of ``model``.
+
+    Raises:
+        ValueError: If it cannot, for example since the size is impossible; the message begins with the option given.
+    """
+    try:
+        return RankAdapter(model, optimizer, adaptation, total_steps=total_steps)
+    except ValueError as problem:
+        raise ValueError(f"{_asked_by(settings)}: {problem}") from problem
 
 
 def describe_ranks(settings: RankSettings) -> str:
