@@ -10,9 +10,9 @@ from torch import nn
 from transformers import get_scheduler
 
 from epoch_batches import EpochBatches
-from hf_comera import CoatAdamW, RankAdapter, TTMuon, add_rank_gates, comera_param_groups, set_activation_policy
+from hf_comera import CoatAdamW, TTMuon, add_rank_gates, comera_param_groups, set_activation_policy
 from loop_settings import LoopSettings, SettingGroups
-from rank_settings import rank_adaptation
+from rank_settings import make_adapter, rank_adaptation
 from run_checkpoint import run_identity
 from train_loop import Run
 
@@ -56,7 +56,7 @@ def assemble_run(
     accelerator.register_for_checkpointing(scheduler)
     adapter = None
     if adaptation is not None:
-        adapter = RankAdapter(model, optimizer, adaptation, total_steps=total_steps)
+        adapter = make_adapter(training, model, optimizer, adaptation, total_steps)
         accelerator.register_for_checkpointing(adapter)
     facts = {"total_steps": total_steps, "data": fingerprint, "processes": accelerator.num_processes}
     return Run(

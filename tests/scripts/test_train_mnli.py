@@ -211,6 +211,7 @@ def test_ranks_are_trained_and_resumed_across_cuts(arguments, tmp_path, monkeypa
         (["--target_core_ratio", "1.5"], "--target_core_ratio 1.5 must be above 0 and at most 1"),
         (["--target_ratio", "0"], "target_ratio=0.0 is the wanted part of the dense parameters"),
         (["--target_parameters", "10"], "target_parameters=10 asks for 10 parameters, but"),
+        (["--target_core_ratio", "1e-5"], r"--target_core_ratio 1e-05: target_parameters=\d+ asks for"),
         (["--adapt_ranks", "--early_stage", "7", "--late_stage", "7"], "early=7 and late=7 are 7 and 7 steps"),
         (["--adapt_ranks", "--early_stage", "1.5"], r"--early_stage 1\.5 is neither a part of the training"),
         (["--adapt_ranks", "--late_stage", "-1"], "--late_stage -1 is neither a part of the training"),
