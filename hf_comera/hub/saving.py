@@ -10,13 +10,12 @@ from typing import Any
 
 __all__ = ["atomic_save"]
 
-_WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
-
 
 def atomic_save(save: Callable[..., Any], directory: str | os.PathLike[str], options: dict[str, Any]) -> None:
     """Run ``save(temporary folder)`` and move what it wrote to ``directory``; on an error nothing there changes.
 
-    Weight files of an earlier save that the new one does not have (other shards) are removed; all other files stay.
+    Weight files of an earlier save of the same variant that the new one does not have (other shards) are removed; all
+    other files stay.
 
     Args:
         save: Writes a checkpoint into the folder that it is given.
@@ -38,7 +37,7 @@ def atomic_save(save: Callable[..., Any], directory: str | os.PathLike[str], opt
     try:
         save(temporary)
         written = sorted(temporary.iterdir(), key=lambda path: path.name == "config.json")
-        _remove_stale_weights(target, {path.name for path in written})
+        _remove_stale_weights(target, {path.name for path in written}, options.get("variant"))
         for path in written:
             os.replace(path, target / path.name)
     finally:
@@ -52,10 +51,13 @@ def _with_repo_id(save: Callable[..., Any], target: Path, options: dict[str, Any
     return save_and_push
 
 
-def _remove_stale_weights(target: Path, written: set[str]) -> None:
+def _remove_stale_weights(target: Path, written: set[str], variant: str | None) -> None:
     """Only when new weights replace them: other ranks of a distributed save write no weights."""
-    if not any(_WEIGHTS.fullmatch(name) for name in written):
+    ending = f".{re.escape(variant)}" if variant else ""
+    shard = r"(-\d{5}-of-\d{5})?"
+    weights = re.compile(rf"model{ending}{shard}\.safetensors|model\.safetensors\.index{ending}\.json")
+    if not any(weights.fullmatch(name) for name in written):
         return
     for path in target.iterdir():
-        if path.name not in written and _WEIGHTS.fullmatch(path.name):
+        if path.name not in written and weights.fullmatch(path.name):
             path.unlink()

@@ -45,3 +45,13 @@ def test_other_processes_of_a_distributed_run_write_nothing(tmp_path):
     after = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert after["model.safetensors"] == before["model.safetensors"]
     assert set(after) == set(before)
+
+
+def test_weights_of_other_variants_and_of_others_stay(tmp_path):
+    model = get_comera_model(ARCHITECTURES["gpt2"].new_model(), ComeraConfig(rank=4))
+    (tmp_path / "model_ema.safetensors").write_text("mine")
+    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, variant="fp16", max_shard_size="20KB")
+    model.save_pretrained(tmp_path, variant="fp16")
+    names = {path.name for path in tmp_path.iterdir() if "safetensors" in path.name}
+    assert names == {"model.safetensors", "model.fp16.safetensors", "model_ema.safetensors"}
