@@ -87,7 +87,9 @@ def look_up_in_tables(
         else:
             part.copy_(torch.bmm(left, right).flatten(1)[:, :embedding_dim])
     rows_UE = rows_UE.to(dtype)
-    return (rows_UE if place is None else rows_UE.index_select(0, place)).view(*ids.shape, embedding_dim)
+    rows_NE = rows_UE if place is None else rows_UE.index_select(0, place)
+    # models add to embeddings in place, which autograd forbids for views that an operator returns
+    return torch.ops.aten._unsafe_view(rows_NE, [*ids.shape, embedding_dim])
 
 
 @_ttm_lookup.register_fake

@@ -60,7 +60,8 @@ def project_on_tables(x: Tensor, tables: HalfTables, num_embeddings: int, bias: 
     project(tables, x_TE, logits_TV)
     if bias is not None:
         logits_TV += bias.to(x.dtype)
-    return logits_TV.view(*x.shape[:-1], num_embeddings)
+    # models scale logits in place, which autograd forbids for views that an operator returns
+    return torch.ops.aten._unsafe_view(logits_TV, [*x.shape[:-1], num_embeddings])
 
 
 @_ttm_project.register_fake

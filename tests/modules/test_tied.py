@@ -53,3 +53,14 @@ def test_both_uses_add_up_in_the_gradient(model):
     reference = torch.autograd.grad((table[ids] @ table.T).sum(), model["embedding"].cores())
     for core, expected in zip(model["embedding"].cores(), reference, strict=True):
         torch.testing.assert_close(core.grad, expected)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 5), (30, 30)])
+def test_outputs_can_be_changed_in_place(model, shape):
+    """As BLIP does with embeddings, and others with logits."""
+    ids = torch.randint(57, shape)
+    for output in (model["embedding"](ids), model["head"](torch.randn(*shape, 12))):
+        output += 1
+        output *= 2
+        output.sum().backward()
+    assert all(core.grad is not None for core in model["embedding"].cores())
