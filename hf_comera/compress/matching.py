@@ -37,6 +37,10 @@ def select_layers(model: Any, config: ComeraConfig) -> list[str]:
     else:
         _check_targets(config, types, layers)
         selected = _matching(config, layers)
+    for setting in ("rank_pattern", "factor_pattern"):
+        for pattern in getattr(config, setting):
+            if not any(pattern_value({pattern: True}, name) for name in selected):
+                raise ValueError(_no_match(setting, pattern, selected))
     if not selected:
         raise ValueError(
             f"target_modules={config.target_modules!r} with exclude_modules={config.exclude_modules!r} leaves nothing "
@@ -80,13 +84,27 @@ def _default_layers(model: Any, config: ComeraConfig, layers: list[str]) -> list
         model_type,
     )
     selected = set(_all_linear(model, config, layers))
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    candidates = [name for name in layers if name in selected or model.get_submodule(name) is embedding]
+    embedding = _input_embedding(model)
+    candidates = [name for name in layers if name in selected or name == embedding]
     return _matching(dataclasses.replace(config, target_modules=candidates), candidates)
 
 
+def _input_embedding(model: Any) -> str | None:
+    """Name of the embedding of tokens, if there is one; of the layer that owns its weight where it is tied."""
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # of images or sound
+        return None
+    name = next((name for name, module in model.named_modules() if module is embedding), None)
+    owner = getattr(model, "all_tied_weights_keys", {}).get(f"{name}.weight", f"{name}.weight")
+    return None if name is None else owner.removesuffix(".weight")
+
+
 def _all_linear(model: Any, config: ComeraConfig, layers: list[str]) -> list[str]:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    try:
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        head = None
     linear = [
         name
         for name in layers

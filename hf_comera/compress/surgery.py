@@ -135,6 +135,8 @@ def untie(model: nn.Module, ties: dict[str, str]) -> None:
             continue
         prefix = f"{name}." if name else ""
         if part._tied_weights_keys:
+            if "_tied_weights_keys" in part.__dict__:  # Marian's follow from its config
+                part.__dict__["_dense_tied_weights_keys"] = part._tied_weights_keys
             part._tied_weights_keys = _without_ties(part, prefix, tied_keys)
         if hasattr(part, "all_tied_weights_keys"):
             kept = {k: v for k, v in part.all_tied_weights_keys.items() if prefix + k not in tied_keys}
@@ -171,6 +173,8 @@ def merge_model(model: PreTrainedModel) -> None:
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             part.__dict__.pop("_tied_weights_keys", None)
+            if "_dense_tied_weights_keys" in part.__dict__:
+                part._tied_weights_keys = part.__dict__.pop("_dense_tied_weights_keys")
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             part.all_tied_weights_keys = part.get_expanded_tied_weights_keys(all_submodels=True)

@@ -1,18 +1,21 @@
 """``get_comera_model``: a compressed model from a live one, or from scratch without a dense weight in memory."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.initial_std import initial_stds
+from hf_comera.compress.matching import COMPRESSIBLE_TYPES
 from hf_comera.compress.plan import CompressionPlan, plan
 from hf_comera.compress.surgery import check_decomposable, decompose_model, replace_layers
 from hf_comera.hub.model import attach
 from hf_comera.modules import TensorTrainModule, TiedHead
+from hf_comera.modules.lazy_weight import edits_left_out
 
 __all__ = ["get_comera_model"]
 
@@ -80,9 +83,8 @@ def _compress(model: nn.Module, comera_config: ComeraConfig) -> PreTrainedModel:
 def _from_scratch(
     model_class: Any, comera_config: ComeraConfig, config: PreTrainedConfig, dtype: torch.dtype | None
 ) -> PreTrainedModel:
-    # buffers stay off meta: some models set them in __init__ only
-    with init_empty_weights(include_buffers=False):
-        build = getattr(model_class, "from_config", None) or model_class._from_config
+    build = getattr(model_class, "from_config", None) or model_class._from_config
+    with torch.random.fork_rng(devices=[]), _large_weights_on_meta():  # what is drawn here is drawn again below
         model = build(config, dtype=dtype) if dtype is not None else build(config)
     compression = plan(model, comera_config)
     stds = initial_stds(model)
@@ -90,11 +92,33 @@ def _from_scratch(
     model._apply(_allocate)
     for thing in (*model.modules(), *model.parameters()):
         thing.__dict__.pop("_is_hf_initialized", None)
-    model.initialize_weights()
+    with edits_left_out():
+        model.initialize_weights()
     _draw(model, compression, stds)
     model.tie_weights()
     _check_initialized(model)
     return attach(model.train(), comera_config)
+
+
+@contextlib.contextmanager
+def _large_weights_on_meta() -> Iterator[None]:
+    """New linear layers and embeddings have weights without memory; all else is as its constructor makes it.
+
+    Some models set small parameters, such as CLIP's ``logit_scale``, and buffers in ``__init__`` only.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        large = name == "weight" and isinstance(module, COMPRESSIBLE_TYPES)
+        if large and parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _allocate(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ The model is never wrapped. Its class becomes a subclass of its own class, under
 Transformers still works on it and ``super()`` is the original.
 """
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_comera.compress import size
 from hf_comera.compress.config import ComeraConfig
@@ -23,7 +24,7 @@ from hf_comera.compress.surgery import merge_model
 from hf_comera.compress.wiring import wire
 from hf_comera.hub.saving import atomic_save
 from hf_comera.memory import ActivationPolicy, set_activation_policy
-from hf_comera.modules import TensorTrainModule, TTMEmbedding
+from hf_comera.modules import TensorTrainModule, TiedEmbedding, TiedHead, TTMEmbedding
 from hf_comera.modules.fast_dropout import restore_dropout
 
 __all__ = ["ComeraModel", "attach", "is_comera_model", "merge_and_unload"]
@@ -51,12 +52,17 @@ class ComeraModel:
     ) -> None:
         """Save compact safetensors and ``config.json``; nothing in the folder changes before all is written.
 
-        The file also holds an empty tensor under the name of one dense weight. Transformers without hf_comera would
-        otherwise load random weights with a mere warning; the empty tensor makes it raise for a size mismatch.
+        The file also holds an empty tensor under the name of every dense weight. Transformers without hf_comera, and
+        classes for a part of the model, would otherwise load random weights with a mere warning; so they raise for a
+        size mismatch.
+
+        Raises:
+            ValueError: If a tied head computes with an embedding that is not in the model any more.
         """
+        _check_ties(self)
         _record_layers(self)
         state_dict = dict(self.state_dict() if state_dict is None else state_dict)
-        state_dict[guard_key(self.config.quantization_config)] = torch.empty(0, dtype=self.dtype)
+        state_dict |= {key: torch.empty(0, dtype=self.dtype) for key in guard_keys(self.config.quantization_config)}
         save = functools.partial(
             super().save_pretrained, is_main_process=is_main_process, state_dict=state_dict, **kwargs
         )
@@ -98,12 +104,14 @@ class ComeraModel:
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Not possible for a compressed embedding; raises unless nothing would change."""
-        new_size = args[0] if args else kwargs.get("new_num_tokens")
         embedding = self.get_input_embeddings()
-        if not isinstance(embedding, TTMEmbedding) or new_size in (None, embedding.num_embeddings):
-            return (
-                embedding if isinstance(embedding, TTMEmbedding) else super().resize_token_embeddings(*args, **kwargs)
-            )
+        if not isinstance(embedding, TTMEmbedding):
+            return super().resize_token_embeddings(*args, **kwargs)
+        asked = {**dict(zip(("new_num_tokens", "pad_to_multiple_of"), args, strict=False)), **kwargs}
+        multiple = asked.get("pad_to_multiple_of") or 1
+        new_size = -(-(asked.get("new_num_tokens") or embedding.num_embeddings) // multiple) * multiple
+        if new_size == embedding.num_embeddings:
+            return embedding
         mergeable = all(module.rank_activation is None for module in _trains(self).values())
         raise ValueError(
             f"resize_token_embeddings({new_size}): the embedding is compressed with {embedding.num_embeddings} rows. "
@@ -133,6 +141,7 @@ def attach(model: PreTrainedModel, config: ComeraConfig, errors: dict[str, float
     for name in ("hf_quantizer", "quantization_method"):
         model.__dict__.pop(name, None)
     model.is_quantized = False
+    _own_config(model)
     model.config.quantization_config = dataclasses.replace(config, layers=dict(config.layers or {}))
     for name, error in (errors or {}).items():
         model.config.quantization_config.layers[name] = {"error": error}
@@ -163,9 +172,30 @@ def merge_and_unload(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def guard_key(config: ComeraConfig) -> str:
-    """Name of the dense weight under which a checkpoint stores an empty tensor."""
-    return f"{min(config.layers or {})}.weight"  # the smallest name: config.json does not keep the order
+def guard_keys(config: ComeraConfig) -> list[str]:
+    """Names of the dense weights, under which a checkpoint stores empty tensors."""
+    return [f"{name}.weight" for name in sorted(config.layers or {})]
+
+
+def _check_ties(model: PreTrainedModel) -> None:
+    parts = set(map(id, model.modules()))
+    for name, module in model.named_modules():
+        if isinstance(module, TiedHead | TiedEmbedding) and id(module.source) not in parts:
+            raise ValueError(
+                f"{name!r} computes with the cores of an embedding that is no longer in the model, so they would not "
+                "be saved. Put that embedding back (model.set_input_embeddings), or change embeddings of the dense "
+                "model, model.merge_and_unload(), and compress it again."
+            )
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """A copy of the config, also in the parts that share it: the one that was given may make other models."""
+    copies: dict[int, Any] = {}
+    model.config = copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in list(module.__dict__.items()):
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                module.__dict__[name] = copies[id(value)]
 
 
 def _warn_of_errors(errors: dict[str, float]) -> None:

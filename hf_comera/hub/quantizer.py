@@ -5,6 +5,7 @@ device, then the file fills them. A dense checkpoint with ``quantization_config=
 decomposed as it arrives, one at a time. After loading, nothing of the quantizer stays on the model.
 """
 
+import logging
 import re
 import types
 from collections.abc import Iterator
@@ -26,10 +27,13 @@ from transformers.quantizers.base import HfQuantizer
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.plan import CompressionPlan, plan
 from hf_comera.compress.surgery import check_decomposable, decompose_layer, link_tied, replace_layers, untie
-from hf_comera.hub.model import attach, guard_key
+from hf_comera.hub.model import attach, guard_keys
 from hf_comera.modules import TensorTrainModule, TiedHead
+from hf_comera.modules.lazy_weight import edits_left_out
 
 __all__ = ["ComeraQuantizer", "register"]
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 64
 
@@ -67,7 +71,7 @@ class ComeraQuantizer(HfQuantizer):
         if self.pre_quantized:
             replace_layers(model, self.plan, device="meta")
             _keep_gates_exact(model)
-            _ignore_guard(model, self.quantization_config)
+            _ignore_guards(model, self.quantization_config)
             self.shapes = {name: p.shape for name, p in model.named_parameters() if not _is_train_parameter(name)}
         else:
             untie(model, self.plan.ties)
@@ -93,6 +97,7 @@ class ComeraQuantizer(HfQuantizer):
                 f"{' and others' if len(self.missing) > 3 else ''}, though its config.json lists them. It is damaged "
                 "or foreign: save it again with model.save_pretrained, or load it with the class that saved it."
             )
+        self._warn_of_dense_layers(model)
         _check_bonds(model)
         _check_shapes(model, self.shapes)
         if self.load_dtype is not None and not hasattr(HfQuantizer, "get_new_dtype"):
@@ -100,6 +105,16 @@ class ComeraQuantizer(HfQuantizer):
         _align(model)
         _freeze_removed(model)
         return attach(model, self.quantization_config, self.errors)
+
+    def _warn_of_dense_layers(self, model: PreTrainedModel) -> None:
+        """Of a dense checkpoint that lacks targeted layers, say for another head, nothing was decomposed there."""
+        assert self.plan is not None
+        dense = [x.name for x in self.plan.layers if not isinstance(model.get_submodule(x.name), TensorTrainModule)]
+        if dense:
+            logger.warning(
+                "%d targeted layers are not in the checkpoint and stay dense, for example %s. To compress them too, "
+                "load the dense model and call get_comera_model(model, comera_config).", len(dense), dense[0],
+            )  # fmt: skip
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Compressed models save."""
@@ -174,7 +189,8 @@ def _initialize_weights(quantizer: ComeraQuantizer) -> Any:
             if not getattr(module.bias, "_is_hf_initialized", False):
                 module.reset_parameters()
         elif not isinstance(module, TensorTrainModule):
-            type(self)._initialize_weights(self, module, *args, **kwargs)
+            with edits_left_out():
+                type(self)._initialize_weights(self, module, *args, **kwargs)
         elif not all(getattr(p, "_is_hf_initialized", False) or p.is_meta for p in module.train_parameters()):
             module.reset_parameters()
             quantizer.missing.append(repr(module))
@@ -193,11 +209,10 @@ def _keep_gates_exact(model: PreTrainedModel) -> None:
         part._keep_in_fp32_modules_strict = set(part._keep_in_fp32_modules_strict or ()) | {r"rank_gate_\d+"}
 
 
-def _ignore_guard(model: PreTrainedModel, config: ComeraConfig) -> None:
-    """The empty tensor that stops plain Transformers is expected here."""
+def _ignore_guards(model: PreTrainedModel, config: ComeraConfig) -> None:
+    """The empty tensors that stop plain Transformers are expected here."""
     prefix = getattr(model, "base_model_prefix", "") + "."
-    key = guard_key(config)
-    keys = {key, key.removeprefix(prefix), prefix + key}
+    keys = {name for key in guard_keys(config) for name in (key, key.removeprefix(prefix), prefix + key)}
     ignored = {f"^{re.escape(name)}$" for name in keys}
     model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | ignored
 

@@ -7,6 +7,9 @@ fused losses) get the dense matrix, and gradients flow back to the cores.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +19,14 @@ from torch.utils._pytree import tree_map
 if TYPE_CHECKING:
     from hf_comera.modules.base import TensorTrainModule
 
-__all__ = ["FREE_QUESTIONS", "LazyWeight", "lazy_weight"]
+__all__ = ["FREE_QUESTIONS", "LazyWeight", "edits_left_out", "lazy_weight"]
+
+_LEAVE_EDITS_OUT = ContextVar("leave edits of lazy weights out", default=False)
 
 _FREE_PROPERTIES = ("dtype", "device", "shape", "layout", "ndim", "is_cuda", "is_meta", "is_cpu", "is_quantized")
 _FREE_METHODS = ("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "nelement")
+_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul",
+                                           "and", "or", "xor", "lshift", "rshift")}  # fmt: skip
 FREE_QUESTIONS = {getattr(Tensor, name).__get__ for name in _FREE_PROPERTIES} | {
     getattr(Tensor, name) for name in _FREE_METHODS
 }
@@ -36,13 +43,14 @@ class LazyWeight(Tensor):
     # Transformers' initialisers leave flagged tensors alone; filling a dense copy would be lost work.
     _is_hf_initialized = True
     _module: TensorTrainModule
+    _detached: bool
 
     @staticmethod
-    def __new__(cls, module: TensorTrainModule) -> LazyWeight:
-        """Make the stand-in for ``module.dense()``."""
+    def __new__(cls, module: TensorTrainModule, detached: bool = False) -> LazyWeight:
+        """Make the stand-in for ``module.dense()``, or for what ``.data`` of it would be."""
         core = module.core_0
         weight = Tensor._make_wrapper_subclass(cls, module.weight_shape(), dtype=core.dtype, device=core.device)
-        weight._module = module
+        weight._module, weight._detached = module, detached
         return weight
 
     def __repr__(self, **kwargs: Any) -> str:
@@ -57,6 +65,12 @@ class LazyWeight(Tensor):
                 return func(*args, **kwargs)
         if func == Tensor.requires_grad.__get__:  # a new wrapper at each access: never identical
             return any(parameter.requires_grad for parameter in args[0]._module.train_parameters())
+        if func == Tensor.data_ptr:  # PEFT tells by it which weights are tied
+            return args[0]._module.core_0.data_ptr()
+        if func == Tensor.data.__get__:
+            return cls(args[0]._module, detached=True)
+        if _is_edit(func) and args and isinstance(args[0], LazyWeight):
+            return _refuse_edit(func, args[0])
         return func(*tree_map(_dense, args), **tree_map(_dense, kwargs))
 
     @classmethod
@@ -81,4 +95,32 @@ class _LinkToCores(torch.autograd.Function):
 
 
 def _dense(value: Any) -> Any:
-    return value._module.dense() if isinstance(value, LazyWeight) else value
+    if not isinstance(value, LazyWeight):
+        return value
+    return value._module.dense().detach() if value._detached else value._module.dense()
+
+
+def _is_edit(func: Any) -> bool:
+    """Whether a call changes its first argument: ``w.fill_(0)``, ``w[0] = 1``, ``w += 1``, ``w.data = ...``."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__") and name != "share_memory_"
+    return in_place or name in ("__set__", "__setitem__") or name in _AUGMENTED
+
+
+@contextlib.contextmanager
+def edits_left_out() -> Iterator[None]:
+    """Within, edits of lazy weights do nothing: initialisers of Transformers' models, which know dense layers only."""
+    token = _LEAVE_EDITS_OUT.set(True)
+    try:
+        yield
+    finally:
+        _LEAVE_EDITS_OUT.reset(token)
+
+
+def _refuse_edit(func: Any, weight: LazyWeight) -> LazyWeight:
+    if _LEAVE_EDITS_OUT.get():
+        return weight
+    raise RuntimeError(
+        f"weight.{func.__name__} would change a dense copy of what {type(weight._module).__name__} keeps as cores, "
+        "and nothing else. Change the cores (layer.cores()), or give the layer a new weight: layer.load_dense(weight)."
+    )

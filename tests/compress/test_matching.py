@@ -6,9 +6,17 @@ import re
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, MambaConfig, MambaModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    MambaConfig,
+    MambaModel,
+    MarianConfig,
+    SegformerConfig,
+    Wav2Vec2Config,
+)
 
-from hf_comera import ComeraConfig
+from hf_comera import ComeraConfig, get_comera_model
 from hf_comera.compress.matching import pattern_value, select_layers
 from hf_comera.compress.targets import DEFAULT_TARGETS
 from tests.architectures import ARCHITECTURES, every_architecture
@@ -58,6 +66,12 @@ def test_peft_rules(settings, expected):
         ({"target_modules": ["querry"]}, "target_modules: 'querry' matches no layer. Did you mean 'query'"),
         ({"target_modules": ["query", "zzz"]}, "'zzz' matches no layer. This model has word_embeddings, "),
         ({"target_modules": r"encoder\.query"}, "matches no layer"),
+        ({"rank_pattern": {"querry": 4}}, "rank_pattern: 'querry' matches no layer. Did you mean 'query'"),
+        (
+            {"factor_pattern": {"keys": {"in_factors": [4, 12]}}},
+            "factor_pattern: 'keys' matches no layer. Did you",
+        ),
+        ({"target_modules": ["query"], "rank_pattern": {"key": 4}}, "rank_pattern: 'key' matches no layer"),
         ({"target_modules": ["LayerNorm"]}, "matches only layers of type LayerNorm, which cannot be compressed"),
         ({"target_modules": ["query"], "exclude_modules": ["query"]}, "leaves nothing to compress"),
         ({"target_modules": ["query"], "exclude_modules": ["kee"]}, "exclude_modules: 'kee' matches no layer"),
@@ -97,3 +111,25 @@ def test_pattern_values_match_ends_of_names():
     assert pattern_value(patterns, "model.layers.1.q_proj") == 8
     assert pattern_value(patterns, "model.layers.1.k_proj") is None
     assert pattern_value({}, "q_proj") is None
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+WITHOUT_A_ROW = {
+    "wav2vec2": (Wav2Vec2Config(**SMALL, conv_dim=(16,), conv_kernel=(8,), conv_stride=(4,)), None),
+    "segformer": (SegformerConfig(hidden_sizes=[16, 16, 32, 32], decoder_hidden_size=32), None),
+    "marian": (
+        MarianConfig(vocab_size=97, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=64,
+                     decoder_ffn_dim=64, encoder_attention_heads=2, decoder_attention_heads=2, pad_token_id=0),
+        "shared",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_ROW)
+def test_models_without_a_row_get_defaults(name):
+    """Also those of sound and images, which have no embedding of tokens, and those whose embeddings are tied."""
+    config, embedding = WITHOUT_A_ROW[name]
+    model = AutoModel.from_config(config)
+    embeddings = [n for n in select_layers(model, ComeraConfig()) if isinstance(model.get_submodule(n), nn.Embedding)]
+    assert embeddings == ([] if embedding is None else [embedding])
+    assert get_comera_model(model, ComeraConfig(rank=4)) is model

@@ -6,13 +6,23 @@ import pickle
 import subprocess
 import sys
 
+import peft
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    CLIPConfig,
+    CLIPModel,
+    CLIPTextModel,
+    CLIPVisionModel,
+    MarianConfig,
+    MarianMTModel,
+)
 
 from hf_comera import ComeraConfig, get_comera_model, is_comera_model, merge_and_unload
 from hf_comera.modules import TensorTrainModule
-from tests.architectures import ARCHITECTURES, every_architecture
+from tests.architectures import ARCHITECTURES, SIZES, every_architecture
 
 
 def compressed(architecture, **settings):
@@ -131,6 +141,9 @@ def test_resizing_a_compressed_embedding_raises_with_the_way_out():
         ValueError, match="With a rank activation it cannot be merged: build a new model with vocab_size"
     ):
         nonlinear.resize_token_embeddings(250)
+    for options in ({"pad_to_multiple_of": 64}, {"new_num_tokens": 241, "pad_to_multiple_of": 64}):
+        with pytest.raises(ValueError, match=r"resize_token_embeddings\(256\)"):
+            model.resize_token_embeddings(**options)
     dense_embedding = compressed(ARCHITECTURES["llama-untied"], exclude_modules=["embed_tokens"])
     assert dense_embedding.resize_token_embeddings(250).num_embeddings == 250
 
@@ -149,3 +162,83 @@ def test_a_state_dict_given_by_the_caller_is_what_is_saved(tmp_path):
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path)
     name = "bert.encoder.layer.0.attention.self.query.core_0"
     torch.testing.assert_close(loaded.get_parameter(name), model.get_parameter(name) + 1.0)
+
+
+@every_architecture
+def test_the_config_that_was_given_stays_as_it_was(architecture):
+    config = architecture.new_config()
+    before = copy.deepcopy(config)
+    models = [get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=config) for _ in range(2)]
+    assert config.to_dict() == before.to_dict()
+    assert not hasattr(config, "quantization_config")
+    models[0].merge_and_unload()
+    assert models[1].config.quantization_config.layers
+    dense = architecture.auto_class.from_config(config)
+    shared = dense.config
+    get_comera_model(dense, ComeraConfig(rank=4))
+    assert not hasattr(shared, "quantization_config")
+    assert not any(value is shared for module in dense.modules() for value in vars(module).values())
+
+
+def test_parts_of_a_model_are_not_loaded_with_random_weights(tmp_path):
+    config = CLIPConfig(
+        text_config={**SIZES, "vocab_size": 99, "projection_dim": 32}, projection_dim=32,
+        vision_config={**SIZES, "image_size": 32, "patch_size": 8, "projection_dim": 32},
+    )  # fmt: skip
+    model = get_comera_model(CLIPModel, ComeraConfig(rank=4), config=config)
+    assert model.logit_scale.item() == pytest.approx(config.logit_scale_init_value)
+    model.save_pretrained(tmp_path)
+    loaded = CLIPModel.from_pretrained(tmp_path)
+    assert all(torch.equal(value, loaded.state_dict()[key]) for key, value in model.state_dict().items())
+    for part in (CLIPVisionModel, CLIPTextModel):
+        with pytest.raises(RuntimeError, match="mismatch"):
+            part.from_pretrained(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_an_adapter_of_a_dense_layer_leaves_the_head_tied(tmp_path):
+    model = compressed(ARCHITECTURES["gpt2"], exclude_modules=["c_attn"])
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    merged = adapted.merge_and_unload()
+    ids = torch.arange(9).unsqueeze(0)
+    expected = merged(ids).logits
+    merged.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    torch.testing.assert_close(loaded.eval()(ids).logits, expected)
+
+
+def test_a_head_without_its_embedding_is_not_saved(tmp_path):
+    model = compressed(ARCHITECTURES["gpt2"])
+    model.set_input_embeddings(torch.nn.Embedding(241, 48))
+    with pytest.raises(ValueError, match="'lm_head' computes with the cores of an embedding that is no longer in"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ties_that_a_config_decides_come_back(tmp_path):
+    """Marian's depend on share_encoder_decoder_embeddings."""
+    config = MarianConfig(
+        vocab_size=97, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=64, decoder_ffn_dim=64,
+        encoder_attention_heads=2, decoder_attention_heads=2, pad_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    ties = MarianMTModel(config).all_tied_weights_keys
+    model = get_comera_model(MarianMTModel, ComeraConfig(rank=4), config=config)
+    model.save_pretrained(tmp_path / "compressed")
+    merged = MarianMTModel.from_pretrained(tmp_path / "compressed").merge_and_unload()
+    assert merged.all_tied_weights_keys == ties
+    merged.save_pretrained(tmp_path / "dense")
+    _, info = MarianMTModel.from_pretrained(tmp_path / "dense", output_loading_info=True)
+    assert not info["missing_keys"]
+
+
+def test_targeted_layers_that_a_dense_checkpoint_lacks_are_named(tmp_path, caplog):
+    config = ARCHITECTURES["bert-mlm"].new_config()
+    config.num_hidden_layers = 1
+    AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path)
+    settings = {"quantization_config": ComeraConfig(rank=4), "num_hidden_layers": 2}
+    with caplog.at_level("WARNING", logger="hf_comera"):
+        AutoModelForMaskedLM.from_pretrained(tmp_path, **settings)
+    assert (
+        "6 targeted layers are not in the checkpoint and stay dense, for example bert.encoder.layer.1" in caplog.text
+    )

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from hf_comera.modules import TTLinear, TTMEmbedding
+from hf_comera.modules import TiedHead, TTLinear, TTMEmbedding
+from hf_comera.modules.lazy_weight import edits_left_out
 
 
 @pytest.fixture(params=[None, "silu"])
@@ -122,3 +123,53 @@ def test_custom_functions_do_not_lose_gradients():
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs)
+
+
+def overwrite(weight):
+    weight.data = torch.zeros(96, 48)
+
+
+def scale(weight):
+    weight *= 2
+
+
+def freeze(weight):
+    weight.requires_grad = False
+
+
+EDITS = {
+    "fill_": lambda weight: weight.fill_(0),
+    "initialiser": torch.nn.init.zeros_,
+    "data": lambda weight: weight.data.mul_(2),
+    "item": lambda weight: weight.__setitem__(0, 1.0),
+    "overwrite": overwrite,
+    "scale": scale,
+    "freeze": freeze,
+    "freeze_": lambda weight: weight.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_edits_that_would_be_lost_raise(edit):
+    layer = TTLinear(48, 96, ranks=4)
+    before = layer.dense().detach()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"TTLinear keeps as cores.*layer.load_dense\(weight\)"):
+        edit(layer.weight)
+    with edits_left_out():  # initialisers of Transformers
+        edit(layer.weight)
+    assert torch.equal(layer.dense(), before)
+
+
+def test_data_is_the_weight_without_gradients(layer):
+    assert layer.weight.data.shape == (96, 48)
+    assert layer.built == 0
+    if layer.rank_activation is None:
+        data = layer.weight.data * 1
+        assert not data.requires_grad
+        torch.testing.assert_close(data, layer.dense().detach())
+
+
+def test_tied_weights_have_one_address():
+    embedding = TTMEmbedding(60, 16, ranks=4)
+    assert TiedHead(embedding).weight.data_ptr() == embedding.weight.data_ptr()
+    assert TTMEmbedding(60, 16, ranks=4).weight.data_ptr() != embedding.weight.data_ptr()
