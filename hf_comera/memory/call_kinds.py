@@ -22,6 +22,7 @@ __all__ = [
     "dropped_share",
     "is_product",
     "kind_of",
+    "needs_exact",
     "weight_among",
     "writes_arguments",
 ]
@@ -52,6 +53,13 @@ _PRODUCTS = {*_all("linear matmul mm bmm addmm baddbmm __matmul__")}
 _DROPOUTS = {functional.dropout}
 _ATTENTIONS = {functional.scaled_dot_product_attention}
 
+_EXACT = {
+    *_all("log_softmax logsumexp logaddexp log log2 log10 log1p sqrt rsqrt reciprocal div true_divide cumprod prod"),
+    *_all("__truediv__ __rtruediv__ acos asin atanh lgamma digamma dist cdist norm cosine_similarity"),
+    *_all("pairwise_distance normalize log_sigmoid kl_div xlogy entr"),
+    *(getattr(functional, name) for name in dir(functional) if name.endswith(("_loss", "_entropy", "_with_logits"))),
+}
+
 _VIEWS = {
     *_all("view view_as transpose permute unsqueeze squeeze expand expand_as chunk split unbind narrow select"),
     *_all("detach t unflatten swapaxes movedim __getitem__"),
@@ -77,6 +85,14 @@ _THIN = 4
 def is_product(func: Any) -> bool:
     """Whether the call multiplies matrices; attention, which does more, not included."""
     return func in _PRODUCTS
+
+
+def needs_exact(func: Any) -> bool:
+    """Whether backward of the call exponentiates or divides by what it saves, or subtracts it from its like.
+
+    There FP8's rounding of a few percent becomes any error: exp of a log-probability of -20, 1 / (p + 1e-7).
+    """
+    return func in _EXACT
 
 
 def autocasts(func: Any) -> bool:

@@ -39,6 +39,18 @@ class Claims:
             source.shared = True
         return self.note(node, source)
 
+    def claim_exact(self, node: Node, tensor: Tensor) -> Source:
+        """The same where backward does not bear FP8's rounding, also not of what the tensor is rebuilt from."""
+        if self.policy.rest != "fp8":
+            return self.claim(node, tensor)
+        source = node.find_source()
+        if source is None:
+            return self.note(node, Kept(tensor))
+        if not isinstance(source, Kept):  # in FP8 for somebody else
+            source = Kept(tensor)
+            self.sources.add(source)
+        return source
+
     def keep(self, tensor: Tensor) -> Source:
         """The source of a tensor that is kept as it is."""
         node = self.lineage.node(tensor)

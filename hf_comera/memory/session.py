@@ -19,6 +19,7 @@ from hf_comera.memory.call_kinds import (
     dropped_share,
     is_product,
     kind_of,
+    needs_exact,
     weight_among,
     writes_arguments,
 )
@@ -26,7 +27,7 @@ from hf_comera.memory.claims import Claims
 from hf_comera.memory.lineage import Call, Input, Lineage, Node, Place, is_plain
 from hf_comera.memory.policy import ActivationPolicy
 from hf_comera.memory.present_call import PresentCall
-from hf_comera.memory.sources import Packed, Rerun, RerunOutput, Saved
+from hf_comera.memory.sources import Packed, Rerun, RerunOutput, Saved, Source
 from hf_comera.modules.unwritten import Unwritten
 from hf_comera.ops.bit_mask import BitMask
 from hf_comera.ops.dropped_attention import bias_of_mask
@@ -124,8 +125,15 @@ class Session(TorchFunctionMode):
                 return present.wait(tensor)
             if node is None:
                 return Saved(self.claims.keep(tensor), Place.of(tensor))
-            for_product = present is not None and is_product(present.func)
-            return Saved(self.claims.claim(node, tensor, for_product=for_product), Place.of(tensor))
+            return Saved(self._claim(present, node, tensor), Place.of(tensor))
+
+    def _claim(self, present: PresentCall | None, node: Node, tensor: Tensor) -> Source:
+        """The source of what ``present`` saves: of its arguments or its result."""
+        if present is None:
+            return self.claims.claim(node, tensor)
+        if needs_exact(present.func):
+            return self.claims.claim_exact(node, tensor)
+        return self.claims.claim(node, tensor, for_product=is_product(present.func))
 
     def _settle(self, present: PresentCall, result: Any) -> None:
         """Write down how ``result`` came about, and find sources for what was saved inside the call."""
@@ -138,7 +146,8 @@ class Session(TorchFunctionMode):
                 continue
             own = self.lineage.find(tensor)
             if own is not None and own is node:
-                saved.source = self.claims.claim(node, result)
+                exact = needs_exact(present.func)
+                saved.source = self.claims.claim_exact(node, result) if exact else self.claims.claim(node, result)
             elif rerun is not None and own is None and self.claims.is_large(tensor):
                 saved.source = RerunOutput(rerun, index, saved.place)
                 self.claims.sources.add(saved.source)
