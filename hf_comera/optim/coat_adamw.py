@@ -23,6 +23,7 @@ from hf_comera.optim.coat_state import (
     store_moment,
 )
 from hf_comera.optim.flat_groups import FlatGroups, local_part
+from hf_comera.optim.saved_groups import take_saved_groups
 
 __all__ = ["CoatAdamW"]
 
@@ -103,19 +104,25 @@ class CoatAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as it was saved; float moments, as those of ``torch.optim.AdamW``, are quantised.
 
+        Where parameters have names, as those of :func:`comera_param_groups`, the groups become those of the state.
+
         Args:
             state_dict: What ``state_dict()`` returned.
 
         Raises:
-            ValueError: If it is the state of an optimizer without these moments.
+            ValueError: If it is the state of an optimizer without these moments, of one that maximizes or has a third
+                moment, or of parameters with other names.
         """
+        for name in ("maximize", "amsgrad"):
+            if any(group.get(name) for group in state_dict["param_groups"]):
+                raise ValueError(f"The state is of an optimizer with {name}=True, which CoatAdamW has not.")
         for state in state_dict["state"].values():
             if lacking := {"step", *MOMENTS} - state.keys():
                 raise ValueError(
                     f"The state lacks {sorted(lacking)}; it has {sorted(state)}. Load one of CoatAdamW or AdamW."
                 )
         final: dict[str, Any] = {}
-        hook = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded))
+        hook = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(self._prepared(loaded)))
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -129,6 +136,11 @@ class CoatAdamW(torch.optim.Optimizer):
             }
             if exact:
                 self.set_plain_state(parameter, exact)
+
+    def _prepared(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        """What is about to be loaded, after other hooks, into groups of its own."""
+        take_saved_groups(self, loaded["param_groups"])
+        return loaded
 
     def plain_state(self, parameter: Tensor) -> dict[str, Any]:
         """The state of a parameter with moments in its shape, in float32; a copy, empty before the first step."""

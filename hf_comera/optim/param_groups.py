@@ -31,6 +31,9 @@ def comera_param_groups(
     so that layers of equal shapes share groups. Weight decay shrinks the implied matrix as it would the dense one: of
     K cores each has a K-th of it, over its own rate. Biases and norms are not decayed.
 
+    A model that has been trained makes other groups than at its start. ``CoatAdamW`` takes on those of a state that it
+    loads; with another optimizer call ``hf_comera.optim.take_saved_groups(optimizer, state["param_groups"])`` first.
+
     :class:`hf_comera.TTMuon` follows the norms while they change, and learned more wherever both were measured
     (docs/learning.md); this is for other optimizers.
 

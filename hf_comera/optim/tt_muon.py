@@ -104,6 +104,19 @@ class TTMuon(torch.optim.Optimizer):
                     self._step_trains(group)
         return loss
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state as it was saved.
+
+        Raises:
+            ValueError: If it is that of another optimizer.
+        """
+        if not all("trains" in group for group in state_dict["param_groups"]):
+            raise ValueError(
+                "The state is not one of TTMuon: its groups do not say which cores belong together. Load a state that "
+                "TTMuon saved, or train on with the optimizer that saved this one."
+            )
+        super().load_state_dict(state_dict)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also on loading a state and copying: families are made again when they are needed."""
         super().__setstate__(state)

@@ -106,6 +106,11 @@ def test_other_states_are_refused():
     train(model, sgd, 1)
     with pytest.raises(ValueError, match=r"lacks \['exp_avg', 'exp_avg_sq', 'step'\]; it has \['momentum_buffer'\]"):
         CoatAdamW(model.parameters()).load_state_dict(sgd.state_dict())
+    for setting in ("maximize", "amsgrad"):
+        theirs = AdamW(model.parameters(), **{setting: True})
+        train(model, theirs, 1)
+        with pytest.raises(ValueError, match=f"of an optimizer with {setting}=True, which CoatAdamW has not"):
+            CoatAdamW(model.parameters()).load_state_dict(theirs.state_dict())
 
 
 def test_distributed_checkpoints_round_trip():

@@ -139,3 +139,11 @@ def test_a_group_added_later_has_all_settings():
 def test_nothing_to_train_is_an_error():
     with pytest.raises(ValueError, match="Unfreeze"):
         TTMuon(layer().requires_grad_(False))
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    model = layer()
+    optimizer = TTMuon(model, lr=1e-3)
+    other = torch.optim.AdamW([{"params": group["params"]} for group in optimizer.param_groups])
+    with pytest.raises(ValueError, match="The state is not one of TTMuon"):
+        optimizer.load_state_dict(other.state_dict())
