@@ -180,11 +180,11 @@ class GraphedStep:
     def _record(self, plan: _Plan) -> str | None:
         """Record the step of ``plan``; returns why that failed, if it did."""
         assert self._capture is not None
-        self.model.zero_grad(set_to_none=True)  # gradients then are made within the graph, not added to
+        self._drop_gradients()  # gradients then are made within the graph, not added to
         try:
             plan.replay = self._capture.record(lambda: self._run(plan))
         except RuntimeError as error:
-            self.model.zero_grad(set_to_none=True)
+            self._drop_gradients()
             self._plans.clear()
             self.reason = f"recording a step failed with {type(error).__name__}: {error}"
             return self.reason
@@ -243,8 +243,13 @@ class GraphedStep:
             self.optimizer.step()
             if self.adapter is not None:
                 self.adapter.push()
-            self.model.zero_grad(set_to_none=True)
+            self._drop_gradients()
         return loss.detach(), grad_norm
+
+    def _drop_gradients(self) -> None:
+        """Of the model, and of what the optimizer holds besides, say a loss with weights of its own."""
+        self.model.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _loss_of_model(self, batch: dict[str, Any]) -> Tensor:
         loss: Tensor | None = self.model(**batch).loss

@@ -231,6 +231,18 @@ def test_without_a_gpu_it_is_the_plain_loop(caplog):
     assert "CUDA graphs need a CUDA device" in caplog.text
 
 
+def test_gradients_of_a_loss_with_weights_are_dropped_too():
+    run, head = Run(), torch.nn.Linear(1, 1, bias=False)
+    seen = []
+    optimizer = torch.optim.SGD([*run.model.parameters(), *head.parameters()], lr=0.0)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(head.weight.grad.item()))
+    step = GraphedStep(run.model, optimizer, compute_loss=lambda b: head(run.model(**b).loss.view(1, 1)).sum())
+    run.model.eval()
+    for _ in range(3):
+        step(batches_of()[0])
+    assert seen == [seen[0]] * 3
+
+
 @pytest.mark.parametrize(
     "make",
     [
