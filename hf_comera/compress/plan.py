@@ -1,6 +1,7 @@
 """What becomes what: a printable plan of a compression, made before a weight moves."""
 
 import dataclasses
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ from hf_comera.tt.cores import count_parameters
 from hf_comera.tt.shapes import balanced_factors, check_factors, check_ranks, factorize, useful_ranks
 
 __all__ = ["CompressionPlan", "LayerPlan", "plan"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -145,7 +148,7 @@ def plan(model: nn.Module, config: ComeraConfig) -> CompressionPlan:
             "compress it anew, or load the dense checkpoint."
         )
     if config.layers is None:
-        names = select_layers(model, config)
+        names = _without_shared_linear(model, select_layers(model, config))
         ties = _ties(model, set(names))
         layers = [_plan_layer(name, model.get_submodule(name), config) for name in names if name not in ties]
     else:
@@ -226,6 +229,21 @@ def _ties(model: nn.Module, selected: set[str]) -> dict[str, str]:
                 f"Target {source_module!r} (the tied layer then uses its cores), or exclude {target_module!r}."
             )
     return ties
+
+
+def _without_shared_linear(model: nn.Module, names: list[str]) -> list[str]:
+    """``names`` without linear layers that share their weight, which two trains could not; they stay dense."""
+    pairs = {
+        (target.rpartition(".")[0], source.rpartition(".")[0])
+        for target, source in getattr(model, "all_tied_weights_keys", {}).items()
+        if source.endswith(".weight")
+    }
+    owners = {source for _, source in pairs if not isinstance(model.get_submodule(source), nn.Embedding)}
+    shared = owners | {target for target, source in pairs if source in owners}
+    left = [name for name in names if name in shared]
+    if left:
+        logger.warning("%d linear layers share their weights and stay dense, for example %s.", len(left), left[0])
+    return [name for name in names if name not in shared]
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:

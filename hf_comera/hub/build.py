@@ -61,6 +61,12 @@ def get_comera_model(
                 "config and dtype are for new models; a live model has both. Pass the model's class instead."
             )
         return _compress(model, comera_config)
+    if isinstance(model, str):
+        raise ValueError(
+            f"model={model!r} is a name. For its trained weights: AutoModel.from_pretrained({model!r}, "
+            "quantization_config=comera_config); for random ones: get_comera_model(AutoModel, comera_config, "
+            f"config=AutoConfig.from_pretrained({model!r}))."
+        )
     if config is None:
         raise ValueError(
             f"A new {getattr(model, '__name__', model)} needs config=..., for example "

@@ -152,6 +152,11 @@ class _Decompose(ConversionOps):
         **kwargs: Any,
     ) -> dict[str, Tensor]:
         """Decompose the one weight in ``input_dict``; returns nothing that the loader would still have to set."""
+        if len(input_dict) != 1:
+            raise ValueError(
+                f"{full_layer_name} is made of {len(input_dict)} tensors of the checkpoint, which cannot be "
+                "decomposed while they arrive. Load the dense model, and call get_comera_model(model, comera_config)."
+            )
         (value,) = input_dict.values()
         weight = value[0] if isinstance(value, list) else value
         name = full_layer_name.rpartition(".")[0]

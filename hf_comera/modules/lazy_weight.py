@@ -90,8 +90,10 @@ class _LinkToCores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         cores = ctx.module.train_parameters()
+        trained = [core for core in cores if core.requires_grad]
         with torch.enable_grad():
-            return (None, *torch.autograd.grad(ctx.module.dense(), cores, grads[0]))
+            found = iter(torch.autograd.grad(ctx.module.dense(), trained, grads[0]))
+        return (None, *(next(found) if core.requires_grad else None for core in cores))
 
 
 def _dense(value: Any) -> Any:

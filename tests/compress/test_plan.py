@@ -2,9 +2,16 @@
 
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DeformableDetrConfig,
+    DeformableDetrForObjectDetection,
+    ResNetConfig,
+)
 
-from hf_comera import ComeraConfig, get_comera_model, plan
+from hf_comera import ComeraConfig, get_comera_model, plan, size_report
 from hf_comera.modules import TensorTrainModule
 from tests.architectures import ARCHITECTURES, every_architecture
 
@@ -155,3 +162,25 @@ def test_meta_models_are_planned_without_memory():
     with torch.device("meta"):
         model = AutoModelForMaskedLM.from_config(BertConfig())
     assert plan(model, ComeraConfig()).ratio > 10
+
+
+def test_linear_layers_that_share_a_weight_stay_dense(caplog):
+    """Deformable DETR has its heads twice; two trains could not share their cores."""
+    backbone = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8] * 4, depths=[1] * 4, layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    config = DeformableDetrConfig(
+        d_model=32, encoder_layers=1, decoder_layers=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
+        encoder_attention_heads=2, decoder_attention_heads=2, num_queries=5, with_box_refine=True,
+        use_timm_backbone=False, use_pretrained_backbone=False, backbone=None, backbone_config=backbone,
+    )  # fmt: skip
+    model = DeformableDetrForObjectDetection(config).eval()
+    size = sum(p.numel() for p in model.parameters())
+    with torch.no_grad():
+        images = {"pixel_values": torch.randn(1, 3, 256, 256)}
+        expected = model(**images).logits
+        compressed = get_comera_model(model, ComeraConfig(rank=10_000, target_modules="all-linear"))
+        torch.testing.assert_close(compressed(**images).logits, expected, rtol=1e-4, atol=1e-4)
+    assert "linear layers share their weights and stay dense, for example model.decoder.bbox_embed" in caplog.text
+    assert size_report(compressed).dense_parameters == size

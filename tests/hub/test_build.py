@@ -151,3 +151,8 @@ def test_the_dense_model_is_never_in_memory(tmp_path):
     building, loading = (float(number) for number in printed.split()[-2:])
     assert building < 60, f"building from scratch took {building:.0f} MB"
     assert loading < 60, f"loading took {loading:.0f} MB"
+
+
+def test_a_name_is_not_a_model():
+    with pytest.raises(ValueError, match=r"model='gpt2' is a name. For its trained weights: AutoModel"):
+        get_comera_model("gpt2", ComeraConfig(rank=4))

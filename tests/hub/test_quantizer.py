@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig
 
 from hf_comera import ComeraConfig, get_comera_model, is_comera_model
+from hf_comera.hub.quantizer import ComeraQuantizer
 from hf_comera.modules import TensorTrainModule, TTLinear
 from tests.architectures import ARCHITECTURES, every_architecture
 
@@ -288,3 +289,11 @@ def test_device_map_and_disk_offload(checkpoint, tmp_path_factory):
     )
     # halves are built layer by layer, which shows in last bits on some processors
     torch.testing.assert_close(offloaded(**inputs).logits, expected)
+
+
+def test_a_weight_that_comes_in_parts_is_refused():
+    parts = {"w1": [torch.ones(2, 2)], "w2": [torch.ones(2, 2)]}
+    with pytest.raises(ValueError, match=r"fc.weight is made of 2 tensors of the checkpoint"):
+        ComeraQuantizer(ComeraConfig()).get_quantize_ops().convert(
+            parts, full_layer_name="fc.weight", model=None, missing_keys=set()
+        )

@@ -173,3 +173,10 @@ def test_tied_weights_have_one_address():
     embedding = TTMEmbedding(60, 16, ranks=4)
     assert TiedHead(embedding).weight.data_ptr() == embedding.weight.data_ptr()
     assert TTMEmbedding(60, 16, ranks=4).weight.data_ptr() != embedding.weight.data_ptr()
+
+
+def test_a_frozen_core_has_no_gradient_below_autograd():
+    layer = TTLinear(48, 96, ranks=4)
+    layer.core_1.requires_grad_(False)
+    Product.apply(torch.randn(3, 48), layer.weight).sum().backward()
+    assert [core.grad is None for core in layer.cores()] == [False, True, False, False, False, False]
