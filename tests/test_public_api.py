@@ -67,7 +67,7 @@ PUBLIC = {
         "add_rank_gates",
         "fold_rank_gates",
     },
-    "hf_comera.optim": {"CoatAdamW", "TTMuon", "comera_param_groups"},
+    "hf_comera.optim": {"CoatAdamW", "TTMuon", "comera_param_groups", "take_saved_groups"},
 }
 
 
