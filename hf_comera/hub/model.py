@@ -22,6 +22,7 @@ from hf_comera.compress.rank_report import RankReport, rank_report
 from hf_comera.compress.size import size_report
 from hf_comera.compress.surgery import merge_model
 from hf_comera.compress.wiring import wire
+from hf_comera.hub.parts import compressed_parts
 from hf_comera.hub.saving import atomic_save
 from hf_comera.memory import ActivationPolicy, set_activation_policy
 from hf_comera.modules import TensorTrainModule, TiedEmbedding, TiedHead, TTMEmbedding
@@ -60,7 +61,7 @@ class ComeraModel:
             ValueError: If a tied head computes with an embedding that is not in the model any more.
         """
         _check_ties(self)
-        _record_layers(self)
+        _record_all_layers(self)
         state_dict = dict(self.state_dict() if state_dict is None else state_dict)
         state_dict |= {key: torch.empty(0, dtype=self.dtype) for key in guard_keys(self.config.quantization_config)}
         save = functools.partial(
@@ -142,17 +143,24 @@ def attach(model: PreTrainedModel, config: ComeraConfig, errors: dict[str, float
         model.__dict__.pop(name, None)
     model.is_quantized = False
     _own_config(model)
-    model.config.quantization_config = dataclasses.replace(config, layers=dict(config.layers or {}))
-    for name, error in (errors or {}).items():
-        model.config.quantization_config.layers[name] = {"error": error}
+    layers = {**(config.layers or {}), **{name: {"error": error} for name, error in (errors or {}).items()}}
+    _mark(model, dataclasses.replace(config, layers=layers))
+    for name, part in compressed_parts(model).items():
+        inside = {key.removeprefix(f"{name}."): entry for key, entry in layers.items() if key.startswith(f"{name}.")}
+        _mark(part, dataclasses.replace(config, layers=inside))
     _warn_of_errors(errors or {})
-    # read by FlashAttention's dtype rule only, which otherwise looks for an nn.Linear; not written to config.json
-    model.config._is_quantized = True
-    model.__class__ = _comera_class(type(model))
-    model.add_model_tags(TAGS)  # for the card of a plain model.push_to_hub
-    _record_layers(model)
+    _record_all_layers(model)
     wire(model)
     return model
+
+
+def _mark(model: PreTrainedModel, config: ComeraConfig) -> None:
+    """Give ``model`` the methods of a compressed one, and its config."""
+    model.config.quantization_config = config
+    # read by FlashAttention's dtype rule only, which otherwise looks for an nn.Linear; not written to config.json
+    model.config._is_quantized = True
+    model.__class__ = _comera_class(getattr(model, "_dense_class", type(model)))
+    model.add_model_tags(TAGS)  # for the card of a plain model.push_to_hub
 
 
 def merge_and_unload(model: PreTrainedModel) -> PreTrainedModel:
@@ -163,13 +171,24 @@ def merge_and_unload(model: PreTrainedModel) -> PreTrainedModel:
     """
     if not is_comera_model(model):
         raise ValueError(f"{type(model).__name__} is not a compressed model: there is nothing to merge.")
+    marked = _marked(model)
     merge_model(model)
     restore_dropout(model)
+    for part in marked:
+        _unmark(part)
+    return model
+
+
+def _marked(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model, and its parts that can save themselves."""
+    return [model, *filter(is_comera_model, compressed_parts(model).values())]
+
+
+def _unmark(model: PreTrainedModel) -> None:
     model.__class__ = model._dense_class
     model.model_tags = [tag for tag in model.model_tags if tag not in TAGS] or None
     del model.config.quantization_config
     model.config.__dict__.pop("_is_quantized", None)
-    return model
 
 
 def guard_keys(config: ComeraConfig) -> list[str]:
@@ -182,9 +201,10 @@ def _check_ties(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if isinstance(module, TiedHead | TiedEmbedding) and id(module.source) not in parts:
             raise ValueError(
-                f"{name!r} computes with the cores of an embedding that is no longer in the model, so they would not "
-                "be saved. Put that embedding back (model.set_input_embeddings), or change embeddings of the dense "
-                "model, model.merge_and_unload(), and compress it again."
+                f"{name!r} computes with the cores of an embedding that is not in this {type(model).__name__}, so "
+                "they would not be saved. Of a part, save the whole model. If the embedding was replaced, put it back "
+                "(model.set_input_embeddings), or merge the model (model.merge_and_unload()), change it and compress "
+                "it again."
             )
 
 
@@ -211,6 +231,11 @@ def _warn_of_errors(errors: dict[str, float]) -> None:
             worst,
             100 * large[worst],
         )
+
+
+def _record_all_layers(model: PreTrainedModel) -> None:
+    for part in _marked(model):
+        _record_layers(part)
 
 
 def _record_layers(model: PreTrainedModel) -> None:

@@ -28,6 +28,7 @@ from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.plan import CompressionPlan, plan
 from hf_comera.compress.surgery import check_decomposable, decompose_layer, link_tied, replace_layers, untie
 from hf_comera.hub.model import attach, guard_keys
+from hf_comera.hub.parts import adopt_parts
 from hf_comera.modules import TensorTrainModule, TiedHead
 from hf_comera.modules.lazy_weight import edits_left_out
 
@@ -63,6 +64,7 @@ class ComeraQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         if self.pre_quantized:
             _check_files(checkpoint_files)
+            adopt_parts(model, self.quantization_config)
         else:
             check_decomposable(self.quantization_config)
         self.plan = plan(model, self.quantization_config)

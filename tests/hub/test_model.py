@@ -12,17 +12,13 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    CLIPConfig,
-    CLIPModel,
-    CLIPTextModel,
-    CLIPVisionModel,
     MarianConfig,
     MarianMTModel,
 )
 
 from hf_comera import ComeraConfig, get_comera_model, is_comera_model, merge_and_unload
 from hf_comera.modules import TensorTrainModule
-from tests.architectures import ARCHITECTURES, SIZES, every_architecture
+from tests.architectures import ARCHITECTURES, every_architecture
 
 
 def compressed(architecture, **settings):
@@ -180,21 +176,6 @@ def test_the_config_that_was_given_stays_as_it_was(architecture):
     assert not any(value is shared for module in dense.modules() for value in vars(module).values())
 
 
-def test_parts_of_a_model_are_not_loaded_with_random_weights(tmp_path):
-    config = CLIPConfig(
-        text_config={**SIZES, "vocab_size": 99, "projection_dim": 32}, projection_dim=32,
-        vision_config={**SIZES, "image_size": 32, "patch_size": 8, "projection_dim": 32},
-    )  # fmt: skip
-    model = get_comera_model(CLIPModel, ComeraConfig(rank=4), config=config)
-    assert model.logit_scale.item() == pytest.approx(config.logit_scale_init_value)
-    model.save_pretrained(tmp_path)
-    loaded = CLIPModel.from_pretrained(tmp_path)
-    assert all(torch.equal(value, loaded.state_dict()[key]) for key, value in model.state_dict().items())
-    for part in (CLIPVisionModel, CLIPTextModel):
-        with pytest.raises(RuntimeError, match="mismatch"):
-            part.from_pretrained(tmp_path)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
 def test_an_adapter_of_a_dense_layer_leaves_the_head_tied(tmp_path):
     model = compressed(ARCHITECTURES["gpt2"], exclude_modules=["c_attn"])
@@ -211,7 +192,7 @@ def test_an_adapter_of_a_dense_layer_leaves_the_head_tied(tmp_path):
 def test_a_head_without_its_embedding_is_not_saved(tmp_path):
     model = compressed(ARCHITECTURES["gpt2"])
     model.set_input_embeddings(torch.nn.Embedding(241, 48))
-    with pytest.raises(ValueError, match="'lm_head' computes with the cores of an embedding that is no longer in"):
+    with pytest.raises(ValueError, match="'lm_head' computes with the cores of an embedding that is not in"):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
 
