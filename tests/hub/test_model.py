@@ -189,6 +189,17 @@ def test_an_adapter_of_a_dense_layer_leaves_the_head_tied(tmp_path):
     torch.testing.assert_close(loaded.eval()(ids).logits, expected)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_prompts_are_tuned_where_peft_is_given_the_embedding():
+    model = compressed(ARCHITECTURES["gpt2"])
+    adapted = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    adapted.word_embeddings = model.get_input_embeddings()
+    ids = torch.arange(9).unsqueeze(0)
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.grad is not None]
+    assert trained == ["prompt_encoder.default.embedding.weight"]
+
+
 def test_a_head_without_its_embedding_is_not_saved(tmp_path):
     model = compressed(ARCHITECTURES["gpt2"])
     model.set_input_embeddings(torch.nn.Embedding(241, 48))
