@@ -66,8 +66,13 @@ def decompose_layer(layer: LayerPlan, dense: Any, weight: Tensor) -> tuple[Tenso
     The bias of ``dense`` is carried over as the object it is. The new layer lives on the device of ``weight``.
 
     Raises:
-        ValueError: If ``weight`` holds NaN or infinity.
+        ValueError: If ``weight`` holds NaN or infinity, or nothing at all (meta device).
     """
+    if weight.is_meta:
+        raise ValueError(
+            f"The weight of {layer.name!r} is on the meta device: there is nothing to decompose. Load the model first "
+            "(AutoModel.from_pretrained), or build a new one: get_comera_model(AutoModel, comera_config, config=...)."
+        )
     if not torch.isfinite(weight).all():
         raise ValueError(
             f"The weight of {layer.name!r} holds NaN or infinity and cannot be decomposed. "

@@ -115,6 +115,10 @@ def test_one_config_serves_two_models():
             lambda: get_comera_model(ARCHITECTURES["gpt2"].new_model(), ComeraConfig(layers={"a": {}})),
             "Pass a fresh ComeraConfig",
         ),
+        (
+            lambda: get_comera_model(ARCHITECTURES["gpt2"].new_model().to("meta"), ComeraConfig(rank=2)),
+            "is on the meta device: there is nothing to decompose",
+        ),
     ],
 )
 def test_bad_calls_are_named(call, message):
