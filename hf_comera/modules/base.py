@@ -171,7 +171,12 @@ class TensorTrainModule(nn.Module):
                 destination[prefix + name] = parameter.detach().new_empty(1)[:0].view(parameter.shape)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take on the ranks of the state first: training that has pruned ranks is resumed from it."""
+        """Take on the ranks of the state first: training that has pruned ranks is resumed from it.
+
+        The empty tensor that a checkpoint has under the name of the dense weight is no part of the state.
+        """
+        if (guard := state_dict.get(f"{prefix}weight")) is not None and guard.numel() == 0:
+            del state_dict[f"{prefix}weight"]
         if f"{prefix}rank_gate_0" in state_dict and not self.rank_gates():
             self.add_rank_gates()
         for name, parameter in self._parameters.items():

@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from hf_comera.training.bond_table import gated_layers
+from hf_comera.training.pruning import drop_removed_when_loading
 from hf_comera.training.rank_adaptation import RankAdaptation, check_adaptation
 from hf_comera.training.rank_adapter import RankAdapter
 from hf_comera.training.rank_gates import add_rank_gates
@@ -27,7 +28,9 @@ class ComeraCallback(TrainerCallback, ExportableState):
 
     With a plain Trainer the loss of the steps is read from the outputs of the model, so batches need labels; an
     optimizer that suits cores is ``optimizer_cls_and_kwargs=(TTMuon, {"model": model, "lr": 1e-3})``, made after
-    ``add_rank_gates(model)``.
+    ``add_rank_gates(model)``. Where whole layers are removed, groups of parameters in ``optimizer_cls_and_kwargs``
+    cannot be resumed, since the loading of an optimizer that is made so late cannot be seen from a callback: give the
+    optimizer itself (``optimizers``).
 
     Args:
         rank_adaptation: The settings.
@@ -56,9 +59,19 @@ class ComeraCallback(TrainerCallback, ExportableState):
         saved = self.saved_state if self.adapter is None else self.adapter.state_dict()
         return {"args": {"rank_adaptation": vars(self.settings)}, "attributes": {"saved_state": saved}}
 
-    def on_init_end(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Add the gates before the Trainer makes its optimizer."""
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the gates before the Trainer makes its optimizer; one that was given may have to resume."""
         add_rank_gates(model)
+        if optimizer is not None:
+            drop_removed_when_loading(optimizer)
 
     def on_train_begin(
         self,

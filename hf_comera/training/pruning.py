@@ -10,7 +10,7 @@ from hf_comera.modules import TensorTrainModule
 from hf_comera.training.plain_state import plain_state, set_plain_state
 from hf_comera.tt.gates import slice_core
 
-__all__ = ["cut_ranks", "drop_removed"]
+__all__ = ["cut_ranks", "drop_removed", "drop_removed_when_loading"]
 
 Slicer = Callable[[Tensor], Tensor]
 
@@ -70,6 +70,20 @@ def drop_removed(optimizer: torch.optim.Optimizer) -> None:
         for key in ("params", "names", "param_names"):
             if key in group:
                 group[key] = [item for item, lives in zip(group[key], alive, strict=True) if lives]
+
+
+def drop_removed_when_loading(optimizer: torch.optim.Optimizer) -> None:
+    """Let ``optimizer.load_state_dict`` begin with :func:`drop_removed` where the state is one without removed layers.
+
+    Accelerate, when it prepares an optimizer, also loads the optimizer's own state into it, which has them.
+    """
+
+    def drop(own: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        held, saved = ([len(group["params"]) for group in x] for x in (own.param_groups, state["param_groups"]))
+        if held != saved:
+            drop_removed(own)
+
+    optimizer.register_load_state_dict_pre_hook(drop)
 
 
 def _slicers(

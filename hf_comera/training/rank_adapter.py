@@ -17,7 +17,7 @@ from hf_comera.training.agreement import agree_on_bases, agreed
 from hf_comera.training.basis import check_moments, to_canonical_basis
 from hf_comera.training.bond_table import BondTable
 from hf_comera.training.importance import bond_effects, rank_importance
-from hf_comera.training.pruning import cut_ranks, drop_removed
+from hf_comera.training.pruning import cut_ranks, drop_removed, drop_removed_when_loading
 from hf_comera.training.rank_adaptation import RankAdaptation, check_adaptation
 from hf_comera.training.rank_budget import (
     check_budget,
@@ -88,7 +88,7 @@ class RankAdapter:
         self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         self._given_optimizer = optimizer  # maybe Accelerate's wrapper
         check_gates(self.model, self.optimizer)
-        self.optimizer.register_load_state_dict_pre_hook(lambda own, _: drop_removed(own))
+        drop_removed_when_loading(self.optimizer)
         self.table = BondTable.of(self.model)
         self.budget = core_budget(settings, self.model, core_parameters(self.table))
         self.start_size = core_parameters(self.table)

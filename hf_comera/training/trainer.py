@@ -14,6 +14,7 @@ from hf_comera.optim import TTMuon
 from hf_comera.training.callback import ComeraCallback
 from hf_comera.training.graph_guards import check_trainer_graphs
 from hf_comera.training.graphed_step import GraphedStep
+from hf_comera.training.pruning import drop_removed_when_loading
 from hf_comera.training.rank_adaptation import RankAdaptation
 from hf_comera.training.rank_adapter import RankAdapter
 from hf_comera.training.rank_gates import add_rank_gates
@@ -98,7 +99,8 @@ class ComeraTrainerMixin:
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Set up the optimizer, unless there is one."""
-        if self.rank_callback is not None and self.optimizer is None:
+        is_new = self.optimizer is None
+        if self.rank_callback is not None and is_new:
             add_rank_gates(self.model if model is None else model)  # with model_init, the model is a new one
         default = TrainingArguments.__dataclass_fields__["optim"].default
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None and self.args.optim == default:
@@ -113,7 +115,10 @@ class ComeraTrainerMixin:
                 "Optimizer: TTMuon at learning rate %g. For another one set optim or optimizer_cls_and_kwargs.",
                 self.args.learning_rate,
             )
-        return super().create_optimizer(model)  # type: ignore[misc, no-any-return]
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)  # type: ignore[misc]
+        if self.rank_callback is not None and is_new:
+            drop_removed_when_loading(optimizer)  # a checkpoint is loaded before training begins
+        return optimizer
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One batch forward and backward, rank adaptation takes note of its loss; with CUDA graphs a whole step."""

@@ -67,6 +67,15 @@ def test_gates_that_the_state_lacks_are_missing_keys(make):
 
 
 @every_layer
+def test_the_empty_weight_of_a_checkpoint_is_expected(make):
+    layer, source = make(3), make(3)
+    layer.load_state_dict({**source.state_dict(), "weight": torch.empty(0)})
+    assert torch.equal(layer.core_1, source.core_1)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        layer.load_state_dict({**source.state_dict(), "weight": torch.ones(2, 2)})
+
+
+@every_layer
 def test_a_removed_layer_comes_back_and_trains(make):
     layer, source = make(some_ranks(make, 0)), make(some_ranks(make, 3))
     layer.load_state_dict(source.state_dict())

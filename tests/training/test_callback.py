@@ -1,60 +1,26 @@
-"""Rank adaptation in the Trainer of Transformers and in Accelerate: exact resumption, logs, clear errors."""
+"""Rank adaptation in the Trainer of Transformers: the size, logs, clear errors."""
 
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_comera import (
     ComeraCallback,
-    ComeraConfig,
     ComeraTrainer,
-    RankAdaptation,
-    RankAdapter,
     TTMuon,
     add_rank_gates,
-    comera_param_groups,
-    get_comera_model,
     size_report,
 )
-from tests.architectures import ARCHITECTURES
-
-ARCHITECTURE = ARCHITECTURES["bert-mlm"]
-
-
-def compressed():
-    torch.manual_seed(0)
-    return get_comera_model(ARCHITECTURE.auto_class, ComeraConfig(rank=6), config=ARCHITECTURE.new_config())
-
-
-def wanted(part=0.4):
-    report = size_report(compressed())
-    return int(report.parameters - (1 - part) * report.compressed_parameters)
-
-
-def adaptation(**settings):
-    return RankAdaptation(**{"target_parameters": wanted(), "early": 1, "late": 4, "cut_every": 1, **settings})
-
-
-def examples(count=24):
-    torch.manual_seed(1)
-    batches = [ARCHITECTURE.training_inputs() for _ in range(count // 2)]
-    return [{key: value[i] for key, value in batch.items()} for batch in batches for i in range(2)]
-
-
-def arguments(folder, **settings):
-    defaults = {"max_steps": 6, "logging_steps": 1, "save_strategy": "no", "per_device_train_batch_size": 2}
-    fixed = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "weight_decay": 0.01, "learning_rate": 1e-3}
-    return TrainingArguments(output_dir=str(folder), **{**defaults, **fixed, **settings})
-
-
-def trained(folder, resume=None, rank_adaptation=None, **settings):
-    trainer = ComeraTrainer(
-        model=compressed(), args=arguments(folder, **settings), train_dataset=examples(),
-        rank_adaptation=rank_adaptation or adaptation(),
-    )  # fmt: skip
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+from tests.training.trainer_runs import (
+    ARCHITECTURE,
+    adaptation,
+    arguments,
+    compressed,
+    examples,
+    same,
+    trained,
+    wanted,
+)
 
 
 def plain_trainer(folder, callbacks=None, model=None, **settings):
@@ -74,11 +40,6 @@ def plainly_trained(folder, *arguments, **settings):
     return trainer
 
 
-def same(one, other):
-    states = one.state_dict(), other.state_dict()
-    return states[0].keys() == states[1].keys() and all(torch.equal(v, states[1][k]) for k, v in states[0].items())
-
-
 def test_the_trainer_meets_the_size_and_logs_what_happens(tmp_path):
     trainer = trained(tmp_path)
     assert size_report(trainer.model).parameters <= wanted()
@@ -87,21 +48,6 @@ def test_the_trainer_meets_the_size_and_logs_what_happens(tmp_path):
     assert [log["rank_stage"] for log in logs] == [1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
     assert logs[0]["parameters"] > logs[-1]["parameters"]
     assert all({"live_ranks", "relaxed_size", "smoothed_loss"} <= log.keys() for log in logs)
-
-
-@pytest.mark.parametrize("step", [2, 4, 5])
-@pytest.mark.parametrize("restore", [False, True])
-def test_resuming_across_cuts_is_exact(step, restore, tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 1}
-    whole = trained(tmp_path / "whole", **settings)
-    checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
-    resumed = trained(
-        tmp_path / "resumed", str(checkpoint), restore_callback_states_from_checkpoint=restore, **settings
-    )
-    assert same(whole.model, resumed.model)
-    assert whole.model.rank_report() == resumed.model.rank_report()
-    loaded = ARCHITECTURE.auto_class.from_pretrained(checkpoint)
-    assert sum("rank_gate" in name for name, _ in loaded.named_parameters()) > 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 3}])
@@ -238,44 +184,3 @@ def test_a_model_that_returns_no_loss_needs_our_trainer(tmp_path):
     )  # fmt: skip
     with pytest.raises(ValueError, match="found no loss in the outputs of the model"):
         trainer.train()
-
-
-ACCELERATED = {
-    "tt_muon": lambda model: TTMuon(model, 1e-3),
-    "fused adamw": lambda model: torch.optim.AdamW(comera_param_groups(model, 1e-3), fused=True),
-}
-
-
-@pytest.mark.parametrize(("optimizer", "saved_after"), [("tt_muon", 3), ("fused adamw", 1), ("fused adamw", 4)])
-def test_accelerate_resumes_exactly_across_a_cut(optimizer, saved_after, tmp_path):
-    def start():
-        accelerator = Accelerator(cpu=True)
-        model = compressed()
-        add_rank_gates(model)
-        model, optimizer_ = accelerator.prepare(model, ACCELERATED[optimizer](model))
-        adapter = RankAdapter(model, optimizer_, adaptation(min_rank=0), total_steps=6)
-        accelerator.register_for_checkpointing(adapter)
-        return accelerator, model.eval(), optimizer_, adapter
-
-    def train(accelerator, model, optimizer, adapter, steps):
-        for _ in range(steps):
-            loss = model(**inputs).loss
-            accelerator.backward(loss)
-            adapter.before_step(loss)
-            optimizer.step()
-            adapter.after_step()
-            optimizer.zero_grad()
-
-    torch.manual_seed(1)
-    inputs = ARCHITECTURE.training_inputs()
-    whole = start()
-    train(*whole, saved_after)
-    whole[0].save_state(str(tmp_path))
-    ranks = whole[1].rank_report().after
-    train(*whole, 6 - saved_after)
-    assert ranks != whole[1].rank_report().after
-    resumed = start()
-    resumed[0].load_state(str(tmp_path))
-    train(*resumed, 6 - saved_after)
-    assert same(whole[1], resumed[1])
-    assert whole[3].state_dict() == resumed[3].state_dict()
