@@ -24,6 +24,11 @@ class RankHistory:
     parameters: list[int] = field(default_factory=list)
     """Parameters of the whole model, gates not counted, at each of ``steps``."""
 
+    def record(self, step: int, parameters: int) -> None:
+        """Add a point of the curve of sizes."""
+        self.steps.append(step)
+        self.parameters.append(parameters)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:

@@ -106,10 +106,11 @@ class RankAdapter:
         self.allowed_size = self.wanted_loss.new_zeros(())  # core parameters that the budget leaves after this step
         self._rate: float | Tensor = 0.0
         self._has_seen_loss = False
+        self._losses: list[Tensor] = []  # of the accumulated batches of this step
         check_budget(settings, self.model, self.table, self.budget)
         self.history = RankHistory(ranks_before={name: list(m.ranks) for name, m in self.table.layers.items()})
         self.model.__dict__["_rank_history"] = self.history
-        self._record()
+        self.history.record(self.step, ungated_parameters(self.model))
 
     @torch.no_grad()
     def before_step(self, loss: Tensor) -> None:
@@ -118,19 +119,21 @@ class RankAdapter:
         A ``GradScaler`` has to unscale first (``scaler.unscale_(optimizer)``); for that of Accelerate it is seen to.
 
         Args:
-            loss: Mean loss of this step over all its accumulated batches, of this process.
+            loss: Mean loss of this step over all its accumulated batches, of this process; inside
+                ``accelerator.accumulate``, where this is called for each batch, that of the batch.
         """
         if not isinstance(loss, Tensor):
             raise ValueError(f"loss={loss!r} is needed as a tensor: the mean loss of this step. Models need labels.")
         if self.step == 0:
             warn_of_small_model(self.model, self.table, self.budget)
+        self._losses.append(loss.detach().to(self.loss_sums))
         if only_gathers(self._given_optimizer):
             return
+        value, self._losses = torch.stack(self._losses).mean(), []
         self._has_seen_loss = True
         if not self.table.gates:
             return
         unscale(self._given_optimizer)
-        value = loss.detach().to(self.loss_sums)
         if self.ddp is not None:
             dist.all_reduce(value, group=self.ddp.process_group)
             value = value / dist.get_world_size(self.ddp.process_group)
@@ -191,7 +194,7 @@ class RankAdapter:
         self.table = BondTable.of(self.model)
         self.effects, self.strengths = self.effects[:0], self.strengths[:0]
         rewrap(self.ddp)
-        self._record()
+        self.history.record(self.step, ungated_parameters(self.model))
 
     @property
     def smoothed_loss(self) -> Tensor:
@@ -293,8 +296,4 @@ class RankAdapter:
         cut_ranks(self.table.layers, kept, self.optimizer)
         self.table = BondTable.of(self.model)
         rewrap(self.ddp)
-        self._record()
-
-    def _record(self) -> None:
-        self.history.steps.append(self.step)
-        self.history.parameters.append(ungated_parameters(self.model))
+        self.history.record(self.step, ungated_parameters(self.model))

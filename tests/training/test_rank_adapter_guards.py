@@ -185,15 +185,19 @@ def test_accumulated_batches_of_accelerate_are_one_step():
     layer = linear()
     layer, optimizer = accelerator.prepare(layer, TTMuon(layer, 1e-3))
     adapter = RankAdapter(layer, optimizer, RankAdaptation(), total_steps=4)
+    losses = []
     for _ in range(6):
         with accelerator.accumulate(layer):
-            loss = layer(torch.randn(8, 24)).square().mean()
+            loss = layer(torch.randn(8, 24)).square().mean() * (1 + len(losses))
+            losses.append(loss.item())
             accelerator.backward(loss)
             adapter.before_step(loss)
             optimizer.step()
             adapter.after_step()
             optimizer.zero_grad()
     assert adapter.step == 2
+    first, second = sum(losses[:3]) / 3, sum(losses[3:]) / 3
+    assert adapter.smoothed_loss.item() == pytest.approx((0.95 * first + second) / 1.95)
 
 
 def test_replicas_see_the_gates():
