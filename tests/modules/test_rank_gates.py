@@ -83,6 +83,19 @@ def test_gates_of_ones_change_no_bit(make, dtype):
 
 
 @every_layer
+def test_small_negative_and_zero_gates_are_left_alone_and_can_rise(make):
+    layer = make(torch.float32)
+    train_of(layer).add_rank_gates()
+    with torch.no_grad():
+        for gate in train_of(layer).rank_gates():
+            gate[0], gate[-1] = -1e-6, 0.0
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer.eval()(inputs(layer, torch.float32)).square().sum().backward()
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert all(gate.grad[-1] != 0 for gate in train_of(layer).rank_gates() if gate.numel() > 1)
+
+
+@every_layer
 def test_gates_equal_diagonal_matrices_in_output_and_gradients(make):
     layer = gated(make)
     x = inputs(layer)

@@ -15,6 +15,7 @@ import pretrain_codebert
 import run_start
 import train_loop
 from hf_comera import is_comera_model
+from pretrain_settings import DEMO_CORE_RATIO
 
 TINY = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,hidden_dropout_prob=0.1"
 SCRIPT = Path(pretrain_codebert.__file__)
@@ -91,7 +92,8 @@ def test_finished_folder_holds_everything(arguments, tmp_path):
     assert pretrain_codebert.main(arguments) == 0
     folder = tmp_path / "out"
     names = {path.name for path in folder.iterdir()}
-    assert names >= {"model.safetensors", "config.json", "tokenizer.json", "README.md", "loss.png", "metrics.json"}
+    assert names >= {"model.safetensors", "config.json", "tokenizer.json", "README.md", "metrics.json"}
+    assert names >= {"loss.png", "ranks.png"}
     model = AutoModelForMaskedLM.from_pretrained(folder)
     assert is_comera_model(model)
     assert len(AutoTokenizer.from_pretrained(folder)) == model.config.vocab_size
@@ -101,6 +103,10 @@ def test_finished_folder_holds_everything(arguments, tmp_path):
     assert [step for step, _ in figures["held_out_losses"]] == [0, 3, 6, 8]
     assert figures["held_out_loss"] < figures["held_out_losses"][0][1]
     assert len(figures["filled_masks"]) == 3
+    uncut = elsewhere(arguments, tmp_path)
+    assert pretrain_codebert.main([*uncut, "--target_core_ratio", "1"]) == 0
+    cores = metrics(uncut)["sizes"]["compressed_parameters"]
+    assert figures["sizes"]["compressed_parameters"] <= DEMO_CORE_RATIO * cores
 
 
 def test_dense_twin_trains_in_the_same_loop(arguments, tmp_path):

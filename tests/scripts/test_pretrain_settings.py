@@ -2,7 +2,7 @@
 
 import pytest
 
-from pretrain_settings import DEMO_STEPS, parse_settings
+from pretrain_settings import DEMO_CORE_RATIO, DEMO_STEPS, parse_settings
 from run_assembly import count_steps
 
 
@@ -12,6 +12,7 @@ def test_defaults_are_the_demo():
     assert settings.data.dataset_name is None
     assert settings.model.model_name_or_path is None
     assert not settings.model.dense
+    assert settings.training.target_core_ratio == DEMO_CORE_RATIO < 1
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,15 @@ def test_ranks_are_trained_and_resumed_across_cuts(arguments, tmp_path, monkeypa
     assert train_mnli.main([*changed(arguments, "output_dir", uncut), "--target_core_ratio", "1"]) == 0
     cores = results(uncut)["sizes"]["compressed_parameters"]
     assert 0.3 * cores < sizes["compressed_parameters"] <= 0.4 * cores
+    assert (tmp_path / "whole" / "ranks.png").exists()
+
+
+@pytest.mark.parametrize(("option", "wanted"), [("target_ratio", 0.655), ("target_parameters", 17_400)])
+def test_the_wanted_size_is_that_of_the_whole_model(arguments, tmp_path, option, wanted):
+    assert train_mnli.main([*arguments, f"--{option}", str(wanted)]) == 0
+    sizes = results(tmp_path / "out")["sizes"]
+    wanted = wanted * sizes["dense_parameters"] if wanted < 1 else wanted
+    assert wanted - 200 < sizes["parameters"] <= wanted
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,12 @@ def test_the_push_is_the_derivative_with_a_mean_of_one(table):
     assert push[live].mean() == pytest.approx(1)
 
 
+def test_without_live_gates_there_is_no_push_and_no_size(table):
+    gates = torch.zeros_like(table.flat())
+    assert torch.equal(relative_push(table, gates), gates)
+    assert relaxed_size(table, gates) == exact_size(table, gates) == 0
+
+
 def test_shrinking_minimises_the_l1_norm_beside_the_distance():
     gates, amount = torch.tensor([0.5, -0.5, 0.1, -0.1, 0.0]), torch.tensor([0.2, 0.2, 0.2, 0.05, 0.2])
     grid = torch.linspace(-1, 1, 20001).unsqueeze(1)
