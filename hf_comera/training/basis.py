@@ -12,8 +12,15 @@ from hf_comera.tt.canonical import canonical_bases, to_basis
 
 __all__ = ["check_moments", "to_canonical_basis"]
 
-_FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
-_SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
+_GRADIENTS = frozenset({"exp_avg", "momentum_buffer", "grad_avg", "prev"})
+_SQUARES_OF_GRADIENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
+_SIZES_OF_GRADIENTS = frozenset({"exp_inf"})
+_SQUARES_OF_STEPS = frozenset({"acc_delta"})
+_SIZES_OF_STEPS = frozenset({"step_size"})
+_PARAMETERS = frozenset({"ax"})
+_SQUARES, _SIZES = _SQUARES_OF_GRADIENTS | _SQUARES_OF_STEPS, _SIZES_OF_GRADIENTS | _SIZES_OF_STEPS
+_KNOWN = _GRADIENTS | _SQUARES | _SIZES | _PARAMETERS
+"""What torch's optimizers keep in the shape of a parameter, by what it is made of."""
 
 
 @torch.no_grad()
@@ -21,8 +28,8 @@ def to_canonical_basis(layers: Mapping[str, TensorTrainModule], optimizer: torch
     """Change the basis of every bond to the canonical one; what the layers compute changes by rounding only.
 
     Gates are folded into the cores and start at one again. First moments of cores move as gradients do, exactly, and
-    those of RMSprop, which are steps, as the cores; second moments as if the entries of a gradient were independent.
-    Moments of gates, whose ranks are new mixtures, become what is typical of their bond.
+    those of RMSprop, which are steps, as the cores; squares and sizes as if the entries of a gradient, or of a step,
+    were independent. Moments of gates, whose ranks are new mixtures, become what is typical of their bond.
 
     Args:
         layers: Layers by name, with or without gates.
@@ -69,12 +76,12 @@ def check_moments(layers: Mapping[str, TensorTrainModule], optimizer: torch.opti
     for name, layer in layers.items():
         for parameter in layer.train_parameters():
             for key, value in plain_state(optimizer, parameter).items():
-                moves = key in _FIRST_MOMENTS | _SECOND_MOMENTS and value is not None
+                moves = key in _KNOWN and value is not None
                 if isinstance(value, Tensor) and value.numel() > 1 and (not moves or value.shape != parameter.shape):
                     raise ValueError(
                         f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a core or gate "
                         f"of {name!r}, of shape {tuple(parameter.shape)}. How that changes with its ranks is not "
-                        "known. Use TTMuon(model), or AdamW, Adam, SGD, RMSprop (not centered) or Adagrad."
+                        "known. Use TTMuon(model), or AdamW, Adam, SGD or another of torch's optimizers."
                     )
 
 
@@ -97,16 +104,18 @@ def _changes(place: int, gate: Tensor | None, bases: list[Tensor], inverses: lis
 
 
 def _move_moments(state: dict[str, Any], core: Tensor, change: _Change) -> None:
-    for key in state.keys() & (_FIRST_MOMENTS | _SECOND_MOMENTS):
+    for key in state.keys() & _KNOWN:
         value = state[key]
         if not isinstance(value, Tensor) or value.shape != core.shape:
             continue
-        norm, factors = value.norm(), change.of_gradient
-        if key in _SECOND_MOMENTS:
+        norm = value.norm()
+        is_step = key in _PARAMETERS | _SQUARES_OF_STEPS | _SIZES_OF_STEPS
+        if key == "momentum_buffer" and "square_avg" in state:  # RMSprop's is no gradient, but a step
+            is_step = True
+        factors = change.of_core if is_step else change.of_gradient
+        if key in _SQUARES | _SIZES:
             factors = tuple(None if part is None else part.square() for part in factors)
-        elif key == "momentum_buffer" and "square_avg" in state:  # RMSprop's is no gradient, but a step
-            factors = change.of_core
-        value.copy_(to_basis(value, *factors))
+        value.copy_(to_basis(value.square(), *factors).sqrt() if key in _SIZES else to_basis(value, *factors))
         if key == "momentum_buffer" and "mean_norm" in state:  # TTMuon's certainty is the ratio of both
             state["mean_norm"].mul_(value.norm() / norm.clamp_min(torch.finfo(norm.dtype).tiny))
 
@@ -119,4 +128,4 @@ def _reciprocal(gate: Tensor) -> Tensor:
 def _typical_moments(state: dict[str, Any], gate: Tensor) -> None:
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == gate.shape:
-            value.fill_(value.mean() if key in _SECOND_MOMENTS else 0)
+            value.fill_(value.mean() if key in _SQUARES | _SIZES else float(key in _PARAMETERS))

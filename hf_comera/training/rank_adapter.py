@@ -35,7 +35,7 @@ __all__ = ["RankAdapter"]
 logger = logging.getLogger(__name__)
 
 LOSS_MEMORY = 0.95
-"""Decay a step of the smoothed loss."""
+"""Decay a step of the smoothed loss: the last twenty steps or so, fewer than between two cuts of a long training."""
 EFFECT_MEMORY = 0.98
 """Decay a step of what the loss depends on: the last fifty steps or so decide."""
 FASTEST = 0.5

@@ -110,6 +110,35 @@ def test_gradients_move_as_the_momentum_does():
         torch.testing.assert_close(optimizer.state[core]["momentum_buffer"], core.grad)
 
 
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_averages_of_parameters_move_as_the_parameters_do(make):
+    layer, _ = trained(make, "sgd")
+    optimizer = torch.optim.ASGD(layer.parameters(), t0=0)
+    step(layer, optimizer)
+    for parameter in layer.train_parameters():
+        optimizer.state[parameter]["ax"].copy_(parameter)
+    to_canonical_basis({"layer": layer}, optimizer)
+    for parameter in layer.train_parameters():
+        torch.testing.assert_close(optimizer.state[parameter]["ax"], parameter.detach())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "key"), [("Adamax", "exp_inf"), ("Rprop", "step_size"), ("Adadelta", "acc_delta")]
+)
+def test_sizes_stay_positive_and_move_with_a_scale_as_they_should(optimizer, key):
+    """Entries of a bond of rank one change their scale and nothing else, so that sizes are known exactly."""
+    layer = TTLinear(6, 10, ranks=1, dtype=torch.float64)
+    layer.add_rank_gates()
+    optimizer = getattr(torch.optim, optimizer)(layer.parameters(), lr=1e-3)
+    step(layer, optimizer)
+    old = {core: (core.detach().clone(), optimizer.state[core][key].clone()) for core in layer.cores()}
+    to_canonical_basis({"layer": layer}, optimizer)
+    for core, (before, value) in old.items():
+        scale = (core.norm() / before.norm()).detach()  # gradients grow as the core shrinks, steps with it
+        expected = {"exp_inf": value / scale, "step_size": value * scale, "acc_delta": value * scale**2}[key]
+        torch.testing.assert_close(optimizer.state[core][key], expected)
+
+
 def test_second_moments_stay_positive_and_finite_also_with_gates_of_zero():
     layer, optimizer = trained(LAYERS["linear"], "adamw")
     layer.rank_gate_1.data[1] = 0
