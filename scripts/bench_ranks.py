@@ -40,11 +40,29 @@ Three runs with the same data and rate: a tensor-train model whose ranks are kep
 the same, cut by rank adaptation (its defaults) to the core parameters of a model
 of smaller rank; that smaller model from the start. Printed are the mean training
 loss of the last tenth of the steps, and the held-out loss. --only runs one of them,
---early and --late try other lengths of the stages of rank adaptation.
+--early and --late try other lengths of the stages of rank adaptation, --way other
+ways to decide which ranks go.
 """
 KEPT, CUT, SMALL = "kept", "cut", "small"
-IDENTITY = ["form", "stages", "rank", "small_rank", "width", "steps", "lr", "seed"]
+AS_IT_IS, NORM_ALONE = "as it is", "norm alone"
+WAYS: dict[str, dict[str, float]] = {
+    AS_IT_IS: {},
+    NORM_ALONE: {},
+    "no pressure": {"gamma": 0.0, "pressure": 0.0},
+    "pressure times 10": {"gamma": 10 * RankAdaptation.gamma, "pressure": 10 * RankAdaptation.pressure},
+}
+"""How ranks are chosen, by the settings that differ from the defaults."""
+IDENTITY = ["form", "way", "stages", "rank", "small_rank", "width", "steps", "lr", "seed"]
 Row = dict[str, str | int | float]
+
+
+class ByNormAlone(RankAdapter):
+    """Cuts what is a small part of its layer, whatever the loss depends on that layer."""
+
+    def before_step(self, loss: torch.Tensor) -> None:
+        """As ever, but all bonds count alike."""
+        super().before_step(loss)
+        self.effects.fill_(1)
 
 
 def main() -> None:
@@ -62,6 +80,7 @@ def main() -> None:
         told = f"part of the steps that the {name} stage takes; default {default}"
         parser.add_argument(f"--{name}", type=float, default=default, help=told)
     parser.add_argument("--only", choices=(KEPT, CUT, SMALL), help="one of the three")
+    parser.add_argument("--way", choices=WAYS, default=AS_IT_IS, help="to choose the ranks that go; default as it is")
     parser.add_argument("--threads", type=positive_integer, default=1, help="torch threads; default 1")
     parser.add_argument("--no-save", action="store_true", help="print only, do not write scripts/results/")
     args = parser.parse_args()
@@ -85,12 +104,15 @@ def run(task: Task, form: str, seed: int, args: argparse.Namespace) -> Row:
     torch.manual_seed(seed)
     model = build(task, args.small_rank if form == SMALL else args.rank, args.width)
     start = time.perf_counter()
-    adaptation = RankAdaptation(target_parameters=wanted, early=args.early, late=args.late) if form == CUT else None
+    adaptation = None
+    if form == CUT:
+        adaptation = RankAdaptation(target_parameters=wanted, early=args.early, late=args.late, **WAYS[args.way])
     losses = train(task, model, seed, args, adaptation)
     seconds = time.perf_counter() - start
     last = losses[-max(1, int(LAST_PART * args.steps)) :]
     return {
         "form": form,
+        "way": "" if adaptation is None or args.way == AS_IT_IS else args.way,
         "stages": "" if adaptation is None else f"{adaptation.early:g} early, {adaptation.late:g} late",
         "rank": args.rank,
         "small_rank": args.small_rank,
@@ -119,7 +141,8 @@ def train(
         add_rank_gates(model)
     optimizer = TTMuon(model, args.lr)
     schedule = LambdaLR(optimizer, rate_course(args.steps))
-    adapter = None if adaptation is None else RankAdapter(model, optimizer, adaptation, total_steps=args.steps)
+    way = ByNormAlone if args.way == NORM_ALONE else RankAdapter
+    adapter = None if adaptation is None else way(model, optimizer, adaptation, total_steps=args.steps)
     batches, losses = task.batches(seed), []
     for step in tqdm(range(args.steps), unit="step", leave=False):
         loss = task.loss(model, batches[step])
@@ -140,7 +163,7 @@ def train(
 
 def show(rows: list[Row]) -> None:
     """Print the figures; what all runs share is in the title."""
-    shared = [name for name in IDENTITY if name not in ("form", "stages", "seed")]
+    shared = [name for name in IDENTITY if name not in ("form", "way", "stages", "seed")]
     about = ", ".join(f"{name.replace('_', ' ')} {rows[0][name]}" for name in shared)
     names = [name for name in rows[0] if name not in shared]
     headers = [name.replace("_", " ") for name in names]

@@ -42,8 +42,9 @@ def test_runs(script, options, expected):
         assert empty <= NOT_ALWAYS | without_peaks
 
 
-def test_ranks_are_compared_at_one_size():
-    options = ["--steps", "6", "--width", "32", "--rank", "8", "--small_rank", "4", "--no-save"]
+@pytest.mark.parametrize("way", ["as it is", "norm alone"])
+def test_ranks_are_compared_at_one_size(way):
+    options = ["--way", way, "--steps", "6", "--width", "32", "--rank", "8", "--small_rank", "4", "--no-save"]
     root = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "COLUMNS": "200"}
     program = [sys.executable, str(SCRIPTS / "bench_ranks.py"), *options]
     result = subprocess.run(program, capture_output=True, text=True, timeout=280, env=root)
@@ -52,5 +53,6 @@ def test_ranks_are_compared_at_one_size():
     names, *rows = [[cell.strip() for cell in line] for line in table]
     found = {row[0]: dict(zip(names, row, strict=True)) for row in rows}
     assert found["cut"]["stages"] == "0.4 early, 0.3 late"
+    assert found["cut"]["way"] == ("" if way == "as it is" else way)
     sizes = {form: int(row["core parameters"]) for form, row in found.items()}
     assert sizes["kept"] > sizes["small"] >= sizes["cut"] > 0.8 * sizes["small"]
