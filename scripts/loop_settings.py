@@ -45,7 +45,9 @@ class LoopSettings:
     weight_decay: float = setting(0.01, "Decay of AdamW; biases and norms have none.")
     max_grad_norm: float = setting(1.0, "Gradients are cut to this norm.")
     lr_scheduler_type: str = setting("linear", "Course of the learning rate.", choices=SCHEDULES)
-    num_warmup_steps: int = setting(100, "Steps over which the rate rises to its peak.")
+    num_warmup_steps: int | None = setting(
+        None, "Steps over which the rate rises to its peak. Default: a tenth of the training."
+    )
     num_train_epochs: float | None = setting(None, "Passes over the training data.")
     max_train_steps: int | None = setting(None, "Steps in all; replaces --num_train_epochs.")
     eval_steps: int | None = setting(250, "Measure the held-out loss every N steps.")
@@ -122,7 +124,7 @@ def check_ranges(values: Mapping[str, Any], *, positive: Sequence[str] = (), not
         if values[name] is not None and values[name] <= 0:
             raise ValueError(f"--{name} {values[name]} must be greater than 0.")
     for name in (*not_negative, *_NOT_NEGATIVE):
-        if values[name] < 0:
+        if values[name] is not None and values[name] < 0:
             raise ValueError(f"--{name} {values[name]} must be 0 or greater.")
 
 

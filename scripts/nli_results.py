@@ -18,6 +18,7 @@ from nli_data import describe_source
 from nli_model import describe_shapes
 from nli_setup import Data
 from rank_settings import describe_ranks
+from run_assembly import count_warmup
 from run_metrics import describe_machine, write_whole
 from train_loop import History, Run
 
@@ -131,6 +132,7 @@ def _row(outcome: NliOutcome, run: Run, settings: Settings) -> dict[str, Any]:
         "ranks": describe_ranks(training),
         "optimizer": "adamw" if model.dense and training.optimizer == "tt_muon" else training.optimizer,
         "config_overrides": model.config_overrides or "",
+        "num_warmup_steps": count_warmup(training, run.total_steps),
         "batch_size": training.per_device_train_batch_size * per_step * processes,
         "steps": len(outcome.history.losses),
         "precision": run.accelerator.mixed_precision,

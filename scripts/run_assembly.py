@@ -52,7 +52,7 @@ def assemble_run(
     total_steps = count_steps(training, batches.batches_per_epoch, default=default_steps)
     model, optimizer = accelerator.prepare(model, optimizer)
     # The schedule is not prepared: Accelerate would advance it once per process and step.
-    scheduler = get_scheduler(training.lr_scheduler_type, optimizer, training.num_warmup_steps, total_steps)
+    scheduler = get_scheduler(training.lr_scheduler_type, optimizer, count_warmup(training, total_steps), total_steps)
     accelerator.register_for_checkpointing(scheduler)
     adapter = None
     if adaptation is not None:
@@ -86,3 +86,8 @@ def count_steps(training: LoopSettings, batches_per_epoch: int, *, default: int)
     if training.num_train_epochs is not None:
         return max(1, round(training.num_train_epochs * batches_per_epoch / training.gradient_accumulation_steps))
     return default
+
+
+def count_warmup(training: LoopSettings, total_steps: int) -> int:
+    """Steps of the warm-up: as many as asked for, or a tenth of the run."""
+    return total_steps // 10 if training.num_warmup_steps is None else training.num_warmup_steps

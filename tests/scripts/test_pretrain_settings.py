@@ -3,7 +3,7 @@
 import pytest
 
 from pretrain_settings import DEMO_CORE_RATIO, DEMO_STEPS, parse_settings
-from run_assembly import count_steps
+from run_assembly import count_steps, count_warmup
 
 
 def test_defaults_are_the_demo():
@@ -22,6 +22,11 @@ def test_defaults_are_the_demo():
 def test_number_of_steps(options, expected):
     settings = parse_settings([*options, "--gradient_accumulation_steps", "2"])
     assert count_steps(settings.training, batches_per_epoch=80, default=DEMO_STEPS) == expected
+
+
+@pytest.mark.parametrize(("options", "expected"), [([], 400), (["--num_warmup_steps", "0"], 0)])
+def test_warmup(options, expected):
+    assert count_warmup(parse_settings(options).training, DEMO_STEPS) == expected
 
 
 def test_options_are_read():
