@@ -36,7 +36,6 @@ Row = dict[str, str]
 README = RESULTS.parents[1] / "README.md"
 KEPT = "MALLOC_KEPT=1"
 FORMS = ("dense", "tensor_train")
-OLDER = {"optimizer": "adamw"}  # what rows from before the column mean
 HEADINGS = (
     "what", "dense", "tensor train", "times faster", "memory kept", "saved MB, dense", "saved MB, tensor train",
     "peak MB, dense", "peak MB, tensor train", "command",
@@ -108,7 +107,7 @@ def read_results(folder: Path) -> list[Measurement]:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         for line, row in enumerate(rows):
-            case = (stem, *((row.get(column) or OLDER.get(column, "")) for column in columns))
+            case = (stem, *(row.get(column) or "" for column in columns))
             if case in NAMES:
                 measurements.append(_measurement(case, row, (row["date"], -number, line)))
             else:

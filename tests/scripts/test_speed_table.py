@@ -91,7 +91,7 @@ def test_a_table_never_mixes_machines(write, rows, sentence, cases):
 
 
 def test_of_several_rows_the_newest_is_taken(write):
-    older = step("2026-01-01", optimizer="", ratio=1.5)  # from before the column: AdamW
+    older = step("2026-01-01", optimizer="adamw", ratio=1.5)
     (rows,) = write(bench_step=[step("2026-01-02", optimizer="adamw", ratio=2.5), older]).values()
     assert [(row[0], row[3]) for row in rows] == [(f"{STEP}, dropout 0.1, AdamW", "2.5")]
 
