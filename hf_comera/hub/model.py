@@ -58,7 +58,7 @@ class ComeraModel:
         size mismatch.
 
         Raises:
-            ValueError: If a tied head computes with an embedding that is not in the model any more.
+            ValueError: If a tied head or embedding computes with an embedding that is not in the model.
         """
         _check_ties(self)
         _record_all_layers(self)

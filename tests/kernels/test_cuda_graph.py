@@ -47,14 +47,22 @@ def test_every_call_can_be_captured():
             *step(),
         ]
 
+    def change():
+        x.copy_(make(70, 64))
+        side[0].cores[1].copy_(make(6, 5, 8))
+        ids.copy_(torch.randint(0, 20, (70,), device="cuda"))
+
+    assert_replays_follow(compute, change)
+
+
+def assert_replays_follow(compute, change):
+    """A graph of ``compute``, replayed after ``change``, gives what ``compute`` itself gives then."""
     compute()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = compute()
-    x.copy_(make(70, 64))
-    side[0].cores[1].copy_(make(6, 5, 8))
-    ids.copy_(torch.randint(0, 20, (70,), device="cuda"))
+    change()
     graph.replay()
     for replayed, fresh in zip(captured, compute(), strict=True):
         assert torch.equal(replayed, fresh)

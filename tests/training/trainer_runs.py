@@ -1,4 +1,4 @@
-"""Short trainings of a tiny BERT with rank adaptation in a Trainer, for the tests of the callback."""
+"""Short trainings of a tiny BERT with rank adaptation in a Trainer, for the tests of callback and optimizers."""
 
 import torch
 from transformers import TrainingArguments
@@ -35,10 +35,10 @@ def arguments(folder, **settings):
     return TrainingArguments(output_dir=str(folder), **{**defaults, **fixed, **settings})
 
 
-def trained(folder, resume=None, rank_adaptation=None, **settings):
+def trained(folder, resume=None, rank_adaptation=None, optimizer_cls_and_kwargs=None, **settings):
     trainer = ComeraTrainer(
         model=compressed(), args=arguments(folder, **settings), train_dataset=examples(),
-        rank_adaptation=rank_adaptation or adaptation(),
+        rank_adaptation=rank_adaptation or adaptation(), optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     return trainer
