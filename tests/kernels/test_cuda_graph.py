@@ -14,6 +14,13 @@ from tests.kernels.test_coat_adamw import new_parameter
 STATE = ("first", "first_scales", "second", "second_scales")
 
 
+def adamw_step(kept, gradient, rate):
+    """Value and state of a copy of ``kept`` after a step."""
+    stepped = kept._replace(gradient=gradient, **{name: getattr(kept, name).clone() for name in ("value", *STATE)})
+    coat_adamw_step([stepped], lr=rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    return [stepped.value, *(getattr(stepped, name) for name in STATE)]
+
+
 @pytest.mark.gpu
 def test_every_call_can_be_captured():
     make = lambda *shape: torch.randn(shape, device="cuda")  # noqa: E731
@@ -23,11 +30,6 @@ def test_every_call_can_be_captured():
     side = [Half([make(1, 4, 6), make(6, 5, 8)], True, 20, 8, [make(6), make(8)])]
 
     kept, rate = new_parameter((70, 64), torch.float32, "cuda"), torch.tensor(1e-3, device="cuda")
-
-    def step():
-        stepped = kept._replace(gradient=x, **{name: getattr(kept, name).clone() for name in ("value", *STATE)})
-        coat_adamw_step([stepped], lr=rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
-        return [stepped.value, *(getattr(stepped, name) for name in STATE)]
 
     def compute():
         y, code = low_rank_linear(x, left, right)
@@ -44,7 +46,7 @@ def test_every_call_can_be_captured():
             *ttm_table_gradients(rows, ids, table_left, table_right, 20),
             *(halves := tt_halves(side, torch.float32)),
             *tt_halves_backward(side, halves)[0],
-            *step(),
+            *adamw_step(kept, x, rate),
         ]
 
     def change():
