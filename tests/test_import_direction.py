@@ -21,7 +21,7 @@ LAYERS = (
     "cli",
     "__main__",
 )
-MAX_FILE_LINES = 300
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 35
 MAX_POSITIONAL_ARGUMENTS = 6
 VAGUE_NAMES = {"utils.py", "helpers.py", "common.py", "misc.py"}

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from hf_comera.compress.record import check_record
 from hf_comera.ops.rank_activation import check_rank_activation
 
 __all__ = ["FORMAT_VERSION", "ComeraConfig"]
@@ -30,8 +31,8 @@ class ComeraConfig(QuantizationConfigMixin):
     must match a whole name. Pattern dictionaries map such an expression for the end of a name to a value.
 
     Raises:
-        ValueError: If a rank, a number of factors or a factor is not a positive integer, or ``rank_activation`` is
-            unknown.
+        ValueError: If a rank, a number of factors or a factor is not a positive integer, names or patterns have
+            another type, or ``rank_activation`` is unknown.
     """
 
     target_modules: list[str] | str | None = None
@@ -64,6 +65,9 @@ class ComeraConfig(QuantizationConfigMixin):
     layers: dict[str, dict[str, Any]] | None = None
     """What was compressed: filled in by the library, read back at load time. Leave it None."""
 
+    save_id: str | None = None
+    """Which save wrote the weights that belong to this config: filled in by ``save_pretrained``. Leave it None."""
+
     quant_method: str = "comera"  # type: ignore[assignment]  # an enum of built-in methods there
     """The name under which Transformers finds this method."""
 
@@ -72,6 +76,10 @@ class ComeraConfig(QuantizationConfigMixin):
         check_rank_activation(self.rank_activation)
         for name in ("rank", "num_factors", "embedding_num_factors"):
             _check_positive(name, getattr(self, name))
+        for name in ("target_modules", "exclude_modules"):
+            _check_names(name, getattr(self, name))
+        _check_patterns("rank_pattern", self.rank_pattern, '{"query": 8}')
+        _check_patterns("factor_pattern", self.factor_pattern, '{"query": {"in_factors": [12, 8, 8]}}')
         for pattern, ranks in self.rank_pattern.items():
             for rank in ranks if isinstance(ranks, list | tuple) else [ranks]:
                 _check_positive(f"rank_pattern[{pattern!r}]", rank)
@@ -81,6 +89,12 @@ class ComeraConfig(QuantizationConfigMixin):
                     f"factor_pattern[{pattern!r}]={sides!r} is needed as a dictionary with in_factors, out_factors or "
                     'both, for example {"in_factors": [12, 8, 8], "out_factors": [8, 8, 12]}.'
                 )
+            for side, factors in sides.items():
+                if not isinstance(factors, list | tuple):
+                    raise ValueError(
+                        f"factor_pattern[{pattern!r}][{side!r}]={factors!r} is needed as a list of factors, for "
+                        "example [12, 8, 8]."
+                    )
         if isinstance(self.target_modules, list | tuple | set) and not self.target_modules:
             raise ValueError("target_modules=[] selects nothing. Use None for the defaults of the architecture.")
 
@@ -98,24 +112,28 @@ class ComeraConfig(QuantizationConfigMixin):
         """Rebuild the config of a checkpoint; settings of a newer release that do not change the format are named.
 
         Raises:
-            ValueError: If the checkpoint has a newer format than this release reads.
+            ValueError: If the checkpoint has a newer format than this release reads, or a setting or an entry of
+                ``layers`` cannot be.
         """
-        written = config_dict.get("format_version", FORMAT_VERSION)
-        if not isinstance(written, int) or written > FORMAT_VERSION:
-            raise ValueError(
-                f"The checkpoint has hf_comera format_version={written!r}, but this release reads up to "
-                f"{FORMAT_VERSION}. Install a newer hf_comera: pip install --upgrade hf_comera."
-            )
+        _check_format(config_dict.get("format_version", FORMAT_VERSION))
         known = {item.name for item in fields(cls)}
         unknown = sorted(set(config_dict) - known - {"format_version"})
         if unknown:
             logger.warning("Settings %s of the checkpoint are unknown to this release and have no effect.", unknown)
-        config = cls(**{name: value for name, value in config_dict.items() if name in known})
+        try:
+            config = cls(**{name: value for name, value in config_dict.items() if name in known})
+            check_record(config.layers)
+        except ValueError as error:
+            raise ValueError(f"config.json, quantization_config: {error}") from error
         unused = {name: value for name, value in kwargs.items() if name not in known}
         for name in set(kwargs) & known:
             setattr(config, name, kwargs[name])
         config.__post_init__()
         return (config, unused) if return_unused_kwargs else config
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A setting by its name, as of a dictionary: so Transformers asks the config of a model in memory."""
+        return getattr(self, name, default)
 
     def to_dict(self) -> dict[str, Any]:
         """All settings as JSON values."""
@@ -123,6 +141,38 @@ class ComeraConfig(QuantizationConfigMixin):
         if isinstance(self.target_modules, tuple | set):
             values["target_modules"] = sorted(self.target_modules)
         return {**values, "format_version": self.format_version}
+
+
+def _check_format(written: Any) -> None:
+    """Refuse the version of a format that this release cannot read."""
+    if isinstance(written, bool) or not isinstance(written, int) or written < 1:
+        raise ValueError(
+            f"config.json, quantization_config: format_version={written!r} is no version; it is an integer from 1 to "
+            f"{FORMAT_VERSION}. Restore the config.json that was saved with these weights."
+        )
+    if written > FORMAT_VERSION:
+        raise ValueError(
+            f"The checkpoint has hf_comera format_version={written!r}, but this release reads up to "
+            f"{FORMAT_VERSION}. Install a newer hf_comera: pip install --upgrade hf_comera."
+        )
+
+
+def _check_names(name: str, value: Any) -> None:
+    """Names of layers are None, one expression, or several last parts of names."""
+    listed = isinstance(value, list | tuple | set) and all(isinstance(part, str) for part in value)
+    if value is not None and not isinstance(value, str) and not listed:
+        raise ValueError(
+            f"{name}={value!r} is needed as a list of names, for example ['query', 'value'], a regular expression, or "
+            "None."
+        )
+
+
+def _check_patterns(name: str, value: Any, example: str) -> None:
+    if not isinstance(value, Mapping) or not all(isinstance(pattern, str) for pattern in value):
+        raise ValueError(
+            f"{name}={value!r} is needed as a dictionary of patterns for names of layers, for example "
+            f"{name}={example}."
+        )
 
 
 def _check_positive(name: str, value: Any) -> None:

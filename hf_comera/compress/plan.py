@@ -1,6 +1,7 @@
 """What becomes what: a printable plan of a compression, made before a weight moves."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_comera.compress.config import ComeraConfig
-from hf_comera.compress.matching import pattern_value, select_layers
+from hf_comera.compress.matching import COMPRESSIBLE_TYPES, pattern_value, select_layers
 from hf_comera.modules import TensorTrainModule
 from hf_comera.tt.cores import count_parameters
 from hf_comera.tt.shapes import balanced_factors, check_factors, check_ranks, factorize, useful_ranks
@@ -85,6 +86,11 @@ class CompressionPlan:
     """Tied module to the embedding whose cores it will use."""
     dense_parameters: int
     """Parameters of the whole model before, ties counted once."""
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, LayerPlan]:
+        """The layers by their names."""
+        return {layer.name: layer for layer in self.layers}
 
     @property
     def parameters(self) -> int:
@@ -199,19 +205,31 @@ def _recorded_layers(model: nn.Module, recorded: dict[str, dict[str, Any]]) -> l
     layers = []
     for name, entry in recorded.items():
         here = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in modules), None)
-        if here is None:
-            continue  # a head of the saved model that this class does not have: Transformers reports its keys
-        in_size, out_size = _sizes(modules[here])
-        values: dict[str, Any] = {key: tuple(entry[key]) for key in ("in_factors", "out_factors", "ranks")}
-        values |= {key: entry.get(key) for key in ("error", "rank_activation")}
-        values["rank_gates"] = entry.get("rank_gates", False)
-        layers.append(LayerPlan(name=here, kind=entry["kind"], in_size=in_size, out_size=out_size, **values))
+        if here is not None:  # else a head of the saved model that this class does not have
+            layers.append(_recorded_layer(here, modules[here], entry))
     if not layers:
         raise ValueError(
             f"None of the compressed layers of this checkpoint ({', '.join(list(recorded)[:3])}, ...) exists in "
             f"{type(model).__name__}. Load it with the class that saved it."
         )
     return layers
+
+
+def _recorded_layer(name: str, module: nn.Module, entry: dict[str, Any]) -> LayerPlan:
+    """What an entry, which is sound in itself, makes of ``module``."""
+    kind = "ttm_embedding" if type(module) is nn.Embedding else "tt_linear"
+    if type(module) not in COMPRESSIBLE_TYPES or entry["kind"] != kind:
+        raise ValueError(
+            f"config.json lists {name!r} with kind={entry['kind']!r}, but it is a {type(module).__name__} in this "
+            "model. Restore the config.json that was saved with these weights, or load them with the class that did."
+        )
+    in_size, out_size = _sizes(module)
+    for side, size in (("in_factors", in_size), ("out_factors", out_size)):
+        check_factors(f"config.json, layers[{name!r}]: {side}", tuple(entry[side]), size)
+    values: dict[str, Any] = {key: tuple(entry[key]) for key in ("in_factors", "out_factors", "ranks")}
+    values |= {key: entry.get(key) for key in ("error", "rank_activation")}
+    values["rank_gates"] = entry.get("rank_gates", False)
+    return LayerPlan(name=name, kind=kind, in_size=in_size, out_size=out_size, **values)
 
 
 def _ties(model: nn.Module, selected: set[str]) -> dict[str, str]:

@@ -19,11 +19,12 @@ from hf_comera.compress import size
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.plan import CompressionPlan, LayerPlan
 from hf_comera.compress.rank_report import RankReport, rank_report
+from hf_comera.compress.record import record_digest
 from hf_comera.compress.size import size_report
 from hf_comera.compress.surgery import merge_model
 from hf_comera.compress.wiring import wire
 from hf_comera.hub.parts import compressed_parts
-from hf_comera.hub.saving import atomic_save
+from hf_comera.hub.saving import NOTICE, RECORDS, SAVE_ID, atomic_save, new_save_id, stamped
 from hf_comera.memory import ActivationPolicy, set_activation_policy
 from hf_comera.modules import TensorTrainModule, TiedEmbedding, TiedHead, TTMEmbedding
 from hf_comera.modules.fast_dropout import restore_dropout
@@ -55,21 +56,24 @@ class ComeraModel:
 
         The file also holds an empty tensor under the name of every dense weight. Transformers without hf_comera, and
         classes for a part of the model, would otherwise load random weights with a mere warning; so they raise for a
-        size mismatch.
+        size mismatch. The name of one more empty tensor says what to import.
 
         Raises:
             ValueError: If a tied head or embedding computes with an embedding that is not in the model.
+            OSError: If the folder cannot be written; the checkpoint that is there stays whole.
         """
         _check_ties(self)
         _record_all_layers(self)
         state_dict = dict(self.state_dict() if state_dict is None else state_dict)
-        state_dict |= {key: torch.empty(0, dtype=self.dtype) for key in guard_keys(self.config.quantization_config)}
+        guards = (NOTICE, *guard_keys(self.config.quantization_config))
+        state_dict |= {key: torch.empty(0, dtype=self.dtype) for key in guards}
         save = functools.partial(
             super().save_pretrained, is_main_process=is_main_process, state_dict=state_dict, **kwargs
         )
         if kwargs.get("distributed_checkpoint"):
             save(save_directory)  # every rank writes its own part: there is no one moment to rename
-        else:
+            return
+        with stamped(self, state_dict, _new_stamp(self)):
             atomic_save(save, save_directory, kwargs)
 
     def comera_plan(self) -> CompressionPlan:
@@ -122,6 +126,11 @@ class ComeraModel:
                 else f"With a rank activation it cannot be merged: build a new model with vocab_size={new_size}."
             )
         )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """The empty tensor that says what to import is no part of the state."""
+        state_dict.pop(prefix + NOTICE, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         """Pickle and deep-copy through the model's own class, since the subclass has no importable name."""
@@ -245,6 +254,15 @@ def _record_layers(model: PreTrainedModel) -> None:
     config.layers = {
         name: _layer_plan(name, module, recorded.get(name, {})).to_json() for name, module in _trains(model).items()
     }
+
+
+def _new_stamp(model: PreTrainedModel) -> dict[str, str]:
+    """Metadata for the weight files of the save that begins; the configs take the id on."""
+    save_id = new_save_id()
+    configs = [part.config.quantization_config for part in _marked(model)]
+    for config in configs:
+        config.save_id = save_id
+    return {SAVE_ID: save_id, RECORDS: " ".join(record_digest(config.layers) for config in configs)}
 
 
 def _layer_plan(name: str, module: TensorTrainModule, recorded: dict[str, Any]) -> LayerPlan:

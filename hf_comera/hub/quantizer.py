@@ -8,11 +8,10 @@ decomposed as it arrives, one at a time. After loading, nothing of the quantizer
 import logging
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
@@ -27,8 +26,10 @@ from transformers.quantizers.base import HfQuantizer
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.plan import CompressionPlan, plan
 from hf_comera.compress.surgery import check_decomposable, decompose_layer, link_tied, replace_layers, untie
+from hf_comera.hub.checkpoint import check_checkpoint, is_dense_checkpoint
 from hf_comera.hub.model import attach, guard_keys
 from hf_comera.hub.parts import adopt_parts
+from hf_comera.hub.saving import NOTICE
 from hf_comera.modules import TensorTrainModule, TiedHead
 from hf_comera.modules.lazy_weight import edits_left_out
 
@@ -49,8 +50,10 @@ class ComeraQuantizer(HfQuantizer):
         """Made by Transformers, once per load."""
         super().__init__(quantization_config, **kwargs)
         self.plan: CompressionPlan | None = None
+        self.is_dense = False
+        """Whether a dense model wrote the files, though the config is that of a compressed one."""
         self.errors: dict[str, float] = {}
-        self.missing: list[str] = []
+        self.missing: list[nn.Module] = []
         self.load_dtype: torch.dtype | None = None
         self.shapes: dict[str, torch.Size] = {}
 
@@ -63,13 +66,17 @@ class ComeraQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> PreTrainedModel:
         if self.pre_quantized:
-            _check_files(checkpoint_files)
             adopt_parts(model, self.quantization_config)
+            self.is_dense = is_dense_checkpoint(checkpoint_files or ())
+            if not self.is_dense and checkpoint_files:  # there are none where a state was handed over
+                check_checkpoint(checkpoint_files, self.quantization_config)
         else:
             check_decomposable(self.quantization_config)
         self.plan = plan(model, self.quantization_config)
         for part in _parts(model):
-            part.__dict__["_initialize_weights"] = types.MethodType(_initialize_weights(self), part)
+            part.__dict__["_initialize_weights"] = types.MethodType(_initialize_weights(self, model), part)
+        if self.is_dense:
+            return model
         if self.pre_quantized:
             replace_layers(model, self.plan, device="meta")
             _keep_gates_exact(model)
@@ -83,8 +90,8 @@ class ComeraQuantizer(HfQuantizer):
         """Dense weights that are to be decomposed; of a compressed file the cores, whose ranks the file decides."""
         assert self.plan is not None
         module_name, _, parameter = param_name.rpartition(".")
-        planned = any(layer.name == module_name for layer in self.plan.layers)
-        return planned and (_is_train_parameter(param_name) if self.pre_quantized else parameter == "weight")
+        wanted = _is_train_parameter(param_name) if self.pre_quantized else parameter == "weight"
+        return wanted and not self.is_dense and module_name in self.plan.by_name
 
     def get_quantize_ops(self) -> ConversionOps:
         """What happens to a dense weight that arrives."""
@@ -93,12 +100,9 @@ class ComeraQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for part in _parts(model):
             part.__dict__.pop("_initialize_weights", None)
-        if self.missing:
-            raise ValueError(
-                f"The checkpoint has no cores for {', '.join(self.missing[:3])}"
-                f"{' and others' if len(self.missing) > 3 else ''}, though its config.json lists them. It is damaged "
-                "or foreign: save it again with model.save_pretrained, or load it with the class that saved it."
-            )
+        self._refuse_missing(model)
+        if self.is_dense:
+            return self._leave_dense(model)
         self._warn_of_dense_layers(model)
         _check_bonds(model)
         _check_shapes(model, self.shapes)
@@ -107,6 +111,32 @@ class ComeraQuantizer(HfQuantizer):
         _align(model)
         _freeze_removed(model)
         return attach(model, self.quantization_config, self.errors)
+
+    def _refuse_missing(self, model: PreTrainedModel) -> None:
+        """A layer that the record lists must have come whole: nothing else of a compressed model is drawn anew."""
+        if not self.missing:
+            return
+        names = [name for name, module in model.named_modules() if any(module is lost for lost in self.missing)]
+        parts = "dense weights" if self.is_dense else "cores, gates or biases"
+        raise ValueError(
+            f"The checkpoint lacks {parts} of {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}, though "
+            "its config.json lists them. It is damaged or foreign: copy it again, save it again with "
+            "model.save_pretrained, or load it with the class that saved it."
+        )
+
+    def _leave_dense(self, model: PreTrainedModel) -> PreTrainedModel:
+        """A dense model, made from the config of a compressed one, that was saved with the record still in it."""
+        logger.warning(
+            "%s holds the dense weights of every layer that its config.json lists as compressed, so a dense model is "
+            "loaded. Saving it again removes the list. To compress it, call get_comera_model(model, comera_config).",
+            model.name_or_path,
+        )
+        for name in ("hf_quantizer", "quantization_method"):
+            model.__dict__.pop(name, None)
+        model.is_quantized = False
+        for part in _parts(model):
+            part.config.__dict__.pop("quantization_config", None)
+        return model
 
     def _warn_of_dense_layers(self, model: PreTrainedModel) -> None:
         """Of a dense checkpoint that lacks targeted layers, say for another head, nothing was decomposed there."""
@@ -164,7 +194,7 @@ class _Decompose(ConversionOps):
         name = full_layer_name.rpartition(".")[0]
         compression = self.quantizer.plan
         assert compression is not None
-        layer = next(layer for layer in compression.layers if layer.name == name)
+        layer = compression.by_name[name]
         new, self.quantizer.errors[name] = decompose_layer(layer, model.get_submodule(name), weight)
         for core in new.cores():
             core._is_hf_initialized = True  # the loader draws new values for parameters without this mark
@@ -188,21 +218,31 @@ def _parts(model: nn.Module) -> Iterator[PreTrainedModel]:
     return (module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
-def _initialize_weights(quantizer: ComeraQuantizer) -> Any:
+def _initialize_weights(quantizer: ComeraQuantizer, model: PreTrainedModel) -> Any:
     """Stands in for ``PreTrainedModel._initialize_weights``, which does not know tensor-train layers."""
+    assert quantizer.plan is not None
+    dense = {id(model.get_submodule(layer.name)) for layer in quantizer.plan.layers if quantizer.is_dense}
 
     def initialize(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if isinstance(module, TiedHead):
             if not getattr(module.bias, "_is_hf_initialized", False):
                 module.reset_parameters()
-        elif not isinstance(module, TensorTrainModule):
+        elif isinstance(module, TensorTrainModule):
+            if not _has_come(module.parameters(recurse=False)):
+                module.reset_parameters()
+                quantizer.missing.append(module)
+        else:
+            if id(module) in dense and not _has_come([module.weight]):
+                quantizer.missing.append(module)
             with edits_left_out():
                 type(self)._initialize_weights(self, module, *args, **kwargs)
-        elif not all(getattr(p, "_is_hf_initialized", False) or p.is_meta for p in module.train_parameters()):
-            module.reset_parameters()
-            quantizer.missing.append(repr(module))
 
     return initialize
+
+
+def _has_come(parameters: Iterable[Tensor]) -> bool:
+    """Whether the file had all of ``parameters``; those on the meta device are read when they are needed."""
+    return all(getattr(parameter, "_is_hf_initialized", False) or parameter.is_meta for parameter in parameters)
 
 
 def _is_train_parameter(name: str) -> bool:
@@ -219,31 +259,10 @@ def _keep_gates_exact(model: PreTrainedModel) -> None:
 def _ignore_guards(model: PreTrainedModel, config: ComeraConfig) -> None:
     """The empty tensors that stop plain Transformers are expected here."""
     prefix = getattr(model, "base_model_prefix", "") + "."
-    keys = {name for key in guard_keys(config) for name in (key, key.removeprefix(prefix), prefix + key)}
-    ignored = {f"^{re.escape(name)}$" for name in keys}
-    model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | ignored
-
-
-def _check_files(checkpoint_files: list[str] | None) -> None:
-    """Read the headers: a truncated or foreign file is named before anything else happens."""
-    found = not checkpoint_files
-    for file in checkpoint_files or ():
-        if not str(file).endswith(".safetensors"):
-            raise ValueError(
-                f"{file} is not a safetensors file; compressed checkpoints are read from safetensors only."
-            )
-        try:
-            with safe_open(file, framework="pt") as checkpoint:
-                found = found or any(key.rpartition(".")[2] == "core_0" for key in checkpoint.keys())
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{file} cannot be read as safetensors ({error}): it is truncated or damaged. Copy it again."
-            ) from error
-    if not found:
-        raise ValueError(
-            f"{checkpoint_files[0] if checkpoint_files else ''} holds no tensor-train cores, though config.json says "
-            "quant_method='comera'. Restore the matching file, or remove quantization_config from config.json."
-        )
+    guards = (NOTICE, *guard_keys(config))
+    names = {name for key in guards for name in (key, key.removeprefix(prefix), prefix + key)}
+    kept = set(model._keys_to_ignore_on_load_unexpected or ())
+    model._keys_to_ignore_on_load_unexpected = kept | {f"^{re.escape(name)}$" for name in names}
 
 
 def _check_bonds(model: nn.Module) -> None:

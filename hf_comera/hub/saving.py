@@ -1,14 +1,46 @@
-"""Write a checkpoint beside its place and rename: a folder never holds half of one."""
+"""Save a checkpoint whole: complete and synced beside its place first, every file stamped with the id of its save.
 
+Renaming several files is not one step, and a process may end between two. So all weight files and ``config.json`` of
+one save carry the same id: a mixture of two saves, which would compute something else in silence, is refused when it
+is loaded (:mod:`hf_comera.hub.checkpoint`), and the files that are still to be moved are named.
+"""
+
+import contextlib
 import os
 import re
+import secrets
 import shutil
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["atomic_save"]
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
+
+__all__ = ["NOTICE", "RECORDS", "SAVE_ID", "UNFINISHED", "atomic_save", "new_save_id", "stamped"]
+
+SAVE_ID, RECORDS = "hf_comera_save_id", "hf_comera_records"
+"""Names in the metadata of safetensors files: of the id, and of digests of the records of layers that go with it."""
+
+NOTICE = "CANNOT BE LOADED WITHOUT import hf_comera BEFORE from_pretrained, pip install hf_comera"
+"""The name of an empty tensor: Transformers lists it where it loads the file without this library.
+
+Only letters and commas, since some architectures read names as regular expressions.
+"""
+
+UNFINISHED = ".saving-"
+"""How the names of folders begin in which a save is being written."""
+
+ABANDONED_SECONDS = 3600
+"""Folders of saves that are older than this are removed by the next save: no save takes so long."""
+
+
+def new_save_id() -> str:
+    """An id that no other save has; random numbers of torch and Python are left as they are."""
+    return secrets.token_hex(8)
 
 
 def atomic_save(save: Callable[..., Any], directory: str | os.PathLike[str], options: dict[str, Any]) -> None:
@@ -24,24 +56,95 @@ def atomic_save(save: Callable[..., Any], directory: str | os.PathLike[str], opt
 
     Raises:
         ValueError: If ``directory`` is a file.
+        OSError: If it cannot be written, or the disk is full.
     """
     target = Path(directory)
     if target.is_file():
         raise ValueError(
             f"save_directory={str(target)!r} is a file; give a folder, for example {str(target) + '-tt'!r}."
         )
-    target.mkdir(parents=True, exist_ok=True)
     if options.get("push_to_hub"):
         save = _with_repo_id(save, target, options)
-    temporary = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
     try:
-        save(temporary)
-        written = sorted(temporary.iterdir(), key=lambda path: path.name == "config.json")
-        _remove_stale_weights(target, {path.name for path in written}, options.get("variant"))
-        for path in written:
-            os.replace(path, target / path.name)
+        target.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=target))
+        try:
+            save(temporary)
+            _move_in(temporary, target, options.get("variant"))
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        if error.strerror is None:  # not of the operating system: of the Hub, or of safetensors
+            raise
+        raise type(error)(
+            error.errno,
+            f"The model could not be saved ({error.strerror}); the checkpoint that was there is still whole. Make "
+            "room, or give a folder that can be written",
+            str(target),
+        ) from error
+
+
+@contextlib.contextmanager
+def stamped(model: PreTrainedModel, state_dict: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[None]:
+    """Within, ``model.save_pretrained`` writes ``state_dict``, with ``metadata`` in every weight file.
+
+    Transformers takes metadata from a quantizer only, so there is one for the time of the save.
+    """
+    model.hf_quantizer = _StateAndMetadata(state_dict, metadata)
+    try:
+        yield
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        del model.hf_quantizer
+
+
+class _StateAndMetadata(HfQuantizer):
+    """Hands a state and metadata to ``save_pretrained``; quantizes nothing."""
+
+    def __init__(self, state_dict: dict[str, Tensor], metadata: dict[str, str]) -> None:
+        self.state_dict, self.metadata = state_dict, metadata
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """What is to be saved."""
+        return self.state_dict, dict(self.metadata)
+
+    def is_serializable(self) -> bool:
+        """Asked by ``save_pretrained``."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Asked by nobody during a save."""
+        return True
+
+
+def _move_in(temporary: Path, target: Path, variant: str | None) -> None:
+    """Weights, then their index, then ``config.json``, before which old weights go that nothing replaced.
+
+    At no moment can a folder be read as a third model: until the index is there the old files are found, or files of
+    two saves are, which is refused.
+    """
+    written = sorted(temporary.iterdir(), key=lambda path: (path.name == "config.json", path.suffix == ".json"))
+    for path in written:
+        _sync(path)
+    for path in written:
+        if path.name == "config.json":
+            _remove_stale_weights(target, {path.name for path in written}, variant)
+        os.replace(path, target / path.name)
+        _sync(target)
+    for left in target.glob(f"{UNFINISHED}*"):
+        if left != temporary and time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Have the contents of a file, or the names in a folder, on the disk before anything that follows."""
+    if path.is_dir() and os.name == "nt":  # folders cannot be opened there
+        return
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _with_repo_id(save: Callable[..., Any], target: Path, options: dict[str, Any]) -> Callable[..., Any]:

@@ -122,15 +122,23 @@ def check_factors(name: str, factors: Sequence[int], size: int, *, may_pad: bool
         size: The size of the layer.
         may_pad: Whether a larger product is taken as padding.
     """
-    num_factors = max(len(factors), 1)
-    example = factorize(size, num_factors) if may_pad else balanced_factors(size, num_factors)
     for factor in factors:
         if isinstance(factor, bool) or not isinstance(factor, int) or factor < 1:
-            raise ValueError(f"{name}={tuple(factors)} contains {factor!r}; use positive integers like {example}.")
+            raise ValueError(
+                f"{name}={tuple(factors)} contains {factor!r}; use positive integers like "
+                f"{_example_factors(size, len(factors), may_pad)}."
+            )
     product = math.prod(factors)
     if not factors or not size <= product <= size * (MAX_GIVEN_PADDING if may_pad else 1):
+        example = _example_factors(size, len(factors), may_pad)
         needed = f"{size}, or up to {int(size * MAX_GIVEN_PADDING)} with padding" if may_pad else f"{size}"
         raise ValueError(
             f"{name}={tuple(factors)} multiply to {product if factors else 'nothing'}, but the layer has size {size}. "
             f"Use factors whose product is {needed}, for example {example}."
         )
+
+
+def _example_factors(size: int, num_factors: int, may_pad: bool) -> tuple[int, ...]:
+    """Factors that would do; a long list of wrong ones gets a short example, which takes no time to find."""
+    number = min(max(num_factors, 1), 6)
+    return factorize(size, number) if may_pad else balanced_factors(size, number)

@@ -138,7 +138,7 @@ def change(folder, edit):
 DAMAGE = {
     "gate-too-long": (lambda t: t.update({f"{QUERY}.rank_gate_1": torch.ones(7)}), r"query' have shapes.*7.*damaged"),
     "gate-too-short": (lambda t: t.update({f"{QUERY}.rank_gate_1": torch.ones(1)}), "do not fit together"),
-    "gate-missing": (lambda t: t.pop(f"{QUERY}.rank_gate_2"), "The checkpoint has no cores for"),
+    "gate-missing": (lambda t: t.pop(f"{QUERY}.rank_gate_2"), "query' lacks rank_gate_2"),
     "half-removed": (lambda t: t.update({f"{QUERY}.core_2": torch.zeros(0, 4, 0)}), "do not fit together"),
 }
 
