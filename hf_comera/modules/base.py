@@ -117,6 +117,10 @@ class TensorTrainModule(nn.Module):
         """Draw new cores; the entries of the implied matrix have deviation ``std`` (default: that of torch.nn)."""
         raise NotImplementedError
 
+    def draw(self, std: float) -> None:
+        """Draw new cores; the entries of the implied matrix have deviation ``std``. Nothing else changes."""
+        raise NotImplementedError
+
     def dense(self) -> Tensor:
         """The dense weight, differentiable, in the layout of the layer that this one replaces."""
         raise NotImplementedError

@@ -3,18 +3,23 @@
 Model code reads ``layer.weight.dtype`` in forward (T5) and hands ``layer.weight`` to initialisers while it loads; both
 would build the matrix that tensor-train form exists to avoid. Real uses (``F.linear(x, layer.weight)``, indexing,
 fused losses) get the dense matrix, and gradients flow back to the cores.
+
+An edit of the weight would change that matrix and no core. Initialisers that ask for a deviation draw new cores; every
+other edit is refused with the way to do it, also of views of the matrix (``layer.weight[0].zero_()``).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from hf_comera.modules.base import TensorTrainModule
@@ -30,6 +35,7 @@ _AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floor
 FREE_QUESTIONS = {getattr(Tensor, name).__get__ for name in _FREE_PROPERTIES} | {
     getattr(Tensor, name) for name in _FREE_METHODS
 }
+_OF_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)
 
 
 def lazy_weight(module: TensorTrainModule) -> Tensor:
@@ -69,14 +75,31 @@ class LazyWeight(Tensor):
             return args[0]._module.core_0.data_ptr()
         if func == Tensor.data.__get__:
             return cls(args[0]._module, detached=True)
-        if _is_edit(func) and args and isinstance(args[0], LazyWeight):
-            return _refuse_edit(func, args[0])
-        return func(*tree_map(_dense, args), **tree_map(_dense, kwargs))
+        if func in _DEVIATIONS:
+            return _draw(func, *args, **kwargs)
+        if (edited := _edited(func, args, kwargs)) is not None:
+            return _refuse_edit(func, edited)
+        return _computed(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Reached from below autograd (custom functions): compute with the dense matrix."""
         return func(*tree_map(_dense, args), **tree_map(_dense, kwargs or {}))
+
+
+class DenseView(Tensor):
+    """The dense matrix of a layer, or a view of it: an ordinary tensor to compute with, which cannot be edited."""
+
+    _module: TensorTrainModule
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute as usual; views of it are guarded too, and edits refused."""
+        kwargs = kwargs or {}
+        if func in (Tensor.__deepcopy__, Tensor.__reduce_ex__) and not getattr(args[0], "_is_param", False):
+            return func(args[0].as_subclass(Tensor), *args[1:], **kwargs)  # a copy is a matrix of its own
+        edited = None if func in _OF_REQUIRES_GRAD else _edited(func, args, kwargs)
+        return _computed(func, args, kwargs) if edited is None else _refuse_edit(func, edited)
 
 
 class _LinkToCores(torch.autograd.Function):
@@ -99,14 +122,47 @@ class _LinkToCores(torch.autograd.Function):
 def _dense(value: Any) -> Any:
     if not isinstance(value, LazyWeight):
         return value
-    return value._module.dense().detach() if value._detached else value._module.dense()
+    dense = value._module.dense().contiguous()  # as the weight of a dense layer is: reshaped, it gives a view
+    return dense.detach() if value._detached else dense
 
 
-def _is_edit(func: Any) -> bool:
-    """Whether a call changes its first argument: ``w.fill_(0)``, ``w[0] = 1``, ``w += 1``, ``w.data = ...``."""
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What ``func`` gives for dense matrices; what shares memory with one of them is guarded."""
+    given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, LazyWeight | DenseView)]
+    dense = {id(value): _dense(value) for value in given}
+    args, kwargs = tree_map(lambda value: dense.get(id(value), value), (args, kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state():
+        return result
+    owners = [(dense[id(value)], value._module) for value in given if not getattr(value, "_is_param", False)]
+    return tree_map(lambda value: _guarded(value, owners), result)
+
+
+def _guarded(value: Any, owners: list[tuple[Tensor, TensorTrainModule]]) -> Any:
+    if isinstance(value, np.ndarray):
+        value.flags.writeable = False
+    elif type(value) is Tensor:
+        for dense, module in owners:
+            if torch._C._is_alias_of(value, dense):
+                value = value.as_subclass(DenseView)  # type: ignore[arg-type]
+                value._module = module
+                return value
+    return value
+
+
+def _edited(func: Any, args: Any, kwargs: Any) -> LazyWeight | DenseView | None:
+    """The weight that a call would change, if any: ``w.fill_(0)``, ``w[0] = 1``, ``w += 1``, ``out=w``, lists of w."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and name != "share_memory_"
-    return in_place or name in ("__set__", "__setitem__") or name in _AUGMENTED
+    changed = [kwargs.get("out")]
+    if in_place or name in ("__set__", "__setitem__") or name in _AUGMENTED:
+        changed += [args[0] if args else None, kwargs.get("tensor"), kwargs.get("input")]
+    for value in tree_leaves(changed):
+        # a parameter made of a view is a matrix of its own, which optimizers may change
+        if isinstance(value, LazyWeight | DenseView) and not getattr(value, "_is_param", False):
+            return value
+    return None
 
 
 @contextlib.contextmanager
@@ -119,10 +175,56 @@ def edits_left_out() -> Iterator[None]:
         _LEAVE_EDITS_OUT.reset(token)
 
 
-def _refuse_edit(func: Any, weight: LazyWeight) -> LazyWeight:
+def _refuse_edit(func: Any, weight: LazyWeight | DenseView) -> LazyWeight | DenseView:
     if _LEAVE_EDITS_OUT.get():
         return weight
+    kind = type(weight._module).__name__
+    if func in _OF_REQUIRES_GRAD:
+        raise RuntimeError(
+            f"requires_grad of the weight cannot be set, since {kind} keeps it as cores. To freeze the layer: "
+            "for p in layer.parameters(): p.requires_grad_(False). By name, its parameters end in core_0, core_1, ..."
+        )
     raise RuntimeError(
-        f"weight.{func.__name__} would change a dense copy of what {type(weight._module).__name__} keeps as cores, "
-        "and nothing else. Change the cores (layer.cores()), or give the layer a new weight: layer.load_dense(weight)."
+        f"weight.{func.__name__} would change a dense copy of what {kind} keeps as cores, and nothing else. To draw "
+        "new cores: torch.nn.init.normal_(layer.weight, std=0.02). To set a matrix, also one that was edited: "
+        "layer.load_dense(weight). The cores themselves are layer.cores()."
     )
+
+
+def _draw(func: Any, tensor: LazyWeight, *args: Any, **kwargs: Any) -> LazyWeight:
+    """Draw cores as an initialiser of torch asks: entries of the weight get the deviation that it would give them."""
+    if _LEAVE_EDITS_OUT.get():
+        return tensor
+    mean, std = _DEVIATIONS[func](tensor, *args, **kwargs)
+    if mean or not (0 < std < math.inf) or kwargs.get("generator") is not None:
+        raise RuntimeError(
+            f"torch.nn.init.{func.__name__}: a {type(tensor._module).__name__} draws cores for entries of mean 0 and "
+            f"a positive deviation from torch's own generator, but mean {mean} and deviation {std} were asked for"
+            f"{'' if kwargs.get('generator') is None else ' of another generator'}. Use "
+            "torch.nn.init.normal_(layer.weight, std=0.02), or set a matrix: layer.load_dense(weight)."
+        )
+    tensor._module.draw(std)
+    return tensor
+
+
+def _of_normal(weight: Tensor, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> tuple[float, float]:
+    return mean, std
+
+
+def _of_uniform(weight: Tensor, a: float = 0.0, b: float = 1.0, generator: Any = None) -> tuple[float, float]:
+    return (a + b) / 2, (b - a) / math.sqrt(12)
+
+
+def _of_kaiming(
+    weight: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
+) -> tuple[float, float]:
+    fan = weight.shape[1] if mode == "fan_in" else weight.shape[0]
+    return 0.0, nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
+
+
+_DEVIATIONS: dict[Any, Callable[..., tuple[float, float]]] = {
+    nn.init.normal_: _of_normal,
+    nn.init.uniform_: _of_uniform,
+    nn.init.kaiming_uniform_: _of_kaiming,
+}
+"""Initialisers of torch that reach a stand-in as themselves, and the mean and deviation that each asks for."""

@@ -96,11 +96,18 @@ class TTLinear(TensorTrainModule):
 
     @torch.no_grad()
     def reset_parameters(self, std: float | None = None) -> None:
-        """Draw new cores; every entry of the implied matrix has deviation ``std`` (default: that of ``nn.Linear``).
+        """Draw new cores (default deviation: that of ``nn.Linear``), and zero the bias."""
+        self.draw((3 * self.in_features) ** -0.5 if std is None else std)
+        if self.bias is not None and not self.bias.is_meta:
+            self.bias.zero_()
+
+    @torch.no_grad()
+    def draw(self, std: float) -> None:
+        """Draw new cores; every entry of the implied matrix has deviation ``std``.
 
         A rank activation shrinks the code; the right half makes up for it, for inputs of deviation one.
         """
-        draw_cores(self.cores(), (3 * self.in_features) ** -0.5 if std is None else std, len(self.in_factors))
+        draw_cores(self.cores(), std, len(self.in_factors))
         for gate in self.rank_gates():
             gate.fill_(1)
         if self.rank_activation is not None and not (self.core_0.is_meta or self.is_removed):
@@ -109,8 +116,6 @@ class TTLinear(TensorTrainModule):
             gain = 1 / shrinkage(self.rank_activation, code_deviation)
             for core in out_cores:
                 core.mul_(gain ** (1 / len(out_cores)))
-        if self.bias is not None and not self.bias.is_meta:
-            self.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in_features) -> (..., out_features)``."""

@@ -74,10 +74,14 @@ class TTMEmbedding(TensorTrainModule):
         self._tables = Kept()
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self, std: float | None = None) -> None:
-        """Draw new cores; the implied table's entries have deviation ``std`` (default: that of ``nn.Embedding``)."""
-        draw_cores(self.cores(), 1.0 if std is None else std)
+        """Draw new cores (default deviation: that of ``nn.Embedding``)."""
+        self.draw(1.0 if std is None else std)
+
+    @torch.no_grad()
+    def draw(self, std: float) -> None:
+        """Draw new cores; the entries of the implied table have deviation ``std``."""
+        draw_cores(self.cores(), std)
         for gate in self.rank_gates():
             gate.fill_(1)
 
