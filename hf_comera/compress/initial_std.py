@@ -23,9 +23,7 @@ def initial_stds(model: PreTrainedModel) -> dict[str, float]:
     """
     recorder = _RecordDistributions()
     with recorder, torch.no_grad():
-        for module in reversed(list(model.modules())):  # children before parents: parents have the last word
-            owner = _owner(model, module)
-            owner._init_weights(module)
+        _initialize(model, model)
     return {
         name: recorder.stds[id(parameter)]
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -33,9 +31,14 @@ def initial_stds(model: PreTrainedModel) -> dict[str, float]:
     }
 
 
-def _owner(model: PreTrainedModel, module: nn.Module) -> PreTrainedModel:
-    """The initialiser that Transformers would use: the module's own if it is a model inside the model."""
-    return module if isinstance(module, PreTrainedModel) else model
+def _initialize(module: nn.Module, owner: PreTrainedModel) -> None:
+    """Initialise as Transformers does: children before parents, each by the nearest model above it.
+
+    A vision tower inside a language model has deviations of its own, and the model around both may have none.
+    """
+    for child in module.children():
+        _initialize(child, child if isinstance(child, PreTrainedModel) else owner)
+    owner._init_weights(module)
 
 
 class _RecordDistributions(TorchDispatchMode):

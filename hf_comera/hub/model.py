@@ -67,6 +67,8 @@ class ComeraModel:
         state_dict = dict(self.state_dict() if state_dict is None else state_dict)
         guards = (NOTICE, *guard_keys(self.config.quantization_config))
         state_dict |= {key: torch.empty(0, dtype=self.dtype) for key in guards}
+        # conversions to the names of an original release split, join and rename dense weights; cores would be lost
+        kwargs["save_original_format"] = False
         save = functools.partial(
             super().save_pretrained, is_main_process=is_main_process, state_dict=state_dict, **kwargs
         )

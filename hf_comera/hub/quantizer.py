@@ -262,7 +262,8 @@ def _ignore_guards(model: PreTrainedModel, config: ComeraConfig) -> None:
     guards = (NOTICE, *guard_keys(config))
     names = {name for key in guards for name in (key, key.removeprefix(prefix), prefix + key)}
     kept = set(model._keys_to_ignore_on_load_unexpected or ())
-    model._keys_to_ignore_on_load_unexpected = kept | {f"^{re.escape(name)}$" for name in names}
+    # a conversion may have lengthened a name
+    model._keys_to_ignore_on_load_unexpected = kept | {rf"^{re.escape(name)}(\.|$)" for name in names}
 
 
 def _check_bonds(model: nn.Module) -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
+from transformers import AutoModelForImageClassification, AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
 from hf_comera import ComeraConfig, add_rank_gates, get_comera_model, is_comera_model
 from hf_comera.hub.checkpoint import check_checkpoint
 from hf_comera.hub.saving import RECORDS, SAVE_ID
 
-SAVED = Path(__file__).parent / "saved" / "without_save_id"
+SAVED = Path(__file__).parent / "saved"
 IDS = torch.arange(2, 14).view(2, 6)
 QUERY = "bert.encoder.layer.0.attention.self.query"
 WORDS = "bert.embeddings.word_embeddings"
@@ -86,13 +86,18 @@ def edit_config(folder, edit):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_a_checkpoint_of_a_release_without_save_ids_loads():
-    expected = load_file(SAVED / "expected.safetensors")
-    model = load(SAVED / "model").eval()
+@pytest.mark.parametrize(
+    ("name", "auto_class"), [("first_bert", AutoModelForMaskedLM), ("first_vit", AutoModelForImageClassification)]
+)
+def test_checkpoints_of_the_first_release_load(name, auto_class):
+    """Without ids of saves; BERT's has gates, ViT's is sharded and has the names of an original release."""
+    expected = load_file(SAVED / name / "expected.safetensors")
+    logits = expected.pop("logits")
+    model = auto_class.from_pretrained(SAVED / name / "model").eval()
     assert model.config.quantization_config.save_id is None
     with torch.no_grad():
-        torch.testing.assert_close(model(expected["input_ids"]).logits, expected["logits"])
-    assert any("rank_gate" in name for name, _ in model.named_parameters())
+        torch.testing.assert_close(model(**expected).logits, logits)
+    assert any("rank_gate" in name for name, _ in model.named_parameters()) == (name == "first_bert")
 
 
 def test_every_file_of_a_save_and_its_config_carry_one_id(tmp_path):
