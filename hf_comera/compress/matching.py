@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,11 +43,19 @@ def select_layers(model: Any, config: ComeraConfig) -> list[str]:
             if not any(pattern_value({pattern: True}, name) for name in selected):
                 raise ValueError(_no_match(setting, pattern, selected))
     if not selected:
+        chosen = f"target_modules={config.target_modules!r} with exclude_modules={config.exclude_modules!r} leaves"
         raise ValueError(
-            f"target_modules={config.target_modules!r} with exclude_modules={config.exclude_modules!r} leaves nothing "
-            f"to compress in {type(model).__name__}. Layers that could be: {_listed(_last_parts(layers))}."
+            f"{'The defaults leave' if config.target_modules is None else chosen} nothing to compress in "
+            f"{type(model).__name__}. Layers of exactly the types Linear, Conv1D and Embedding can be: it has "
+            f"{_listed(_last_parts(layers)) or 'none'}. All its layers with weights: {_kinds(model)}."
         )
     return selected
+
+
+def _kinds(model: Any) -> str:
+    """The types of layers that own parameters, the most numerous first."""
+    kinds = Counter(type(module).__name__ for module in model.modules() if list(module.parameters(recurse=False)))
+    return _listed([f"{kind} ({count})" for kind, count in kinds.most_common()], limit=6) or "none"
 
 
 def pattern_value(patterns: dict[str, Any], name: str) -> Any:
@@ -86,7 +95,7 @@ def _default_layers(model: Any, config: ComeraConfig, layers: list[str]) -> list
     selected = set(_all_linear(model, config, layers))
     embedding = _input_embedding(model)
     candidates = [name for name in layers if name in selected or name == embedding]
-    return _matching(dataclasses.replace(config, target_modules=candidates), candidates)
+    return _matching(dataclasses.replace(config, target_modules=candidates), candidates) if candidates else []
 
 
 def _input_embedding(model: Any) -> str | None:

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.matching import COMPRESSIBLE_TYPES, pattern_value, select_layers
+from hf_comera.compress.targets import ALL_LINEAR
 from hf_comera.modules import TensorTrainModule
 from hf_comera.tt.cores import count_parameters
 from hf_comera.tt.shapes import balanced_factors, check_factors, check_ranks, factorize, useful_ranks
@@ -21,6 +22,9 @@ from hf_comera.tt.shapes import balanced_factors, check_factors, check_ranks, fa
 __all__ = ["CompressionPlan", "LayerPlan", "plan"]
 
 logger = logging.getLogger(__name__)
+
+TIEABLE_TYPES = (nn.Embedding, nn.Linear)
+"""Exact types that may use the cores of an embedding in place of its weight."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -154,12 +158,13 @@ def plan(model: nn.Module, config: ComeraConfig) -> CompressionPlan:
             "compress it anew, or load the dense checkpoint."
         )
     if config.layers is None:
-        names = _without_shared_linear(model, select_layers(model, config))
+        names = _without_shared(model, select_layers(model, config), config)
         ties = _ties(model, set(names))
         layers = [_plan_layer(name, model.get_submodule(name), config) for name in names if name not in ties]
     else:
         layers = _recorded_layers(model, config.layers)
         ties = _ties(model, {layer.name for layer in layers})
+        _check_recorded_ties(model, ties)
     return CompressionPlan(layers=layers, ties=ties, dense_parameters=sum(p.numel() for p in model.parameters()))
 
 
@@ -234,34 +239,59 @@ def _recorded_layer(name: str, module: nn.Module, entry: dict[str, Any]) -> Laye
 
 def _ties(model: nn.Module, selected: set[str]) -> dict[str, str]:
     """Modules whose weight is tied to that of a selected embedding; these will use its cores."""
-    ties = {}
-    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
-        target_module, source_module = target.rpartition(".")[0], source.rpartition(".")[0]
-        if not source.endswith(".weight"):
-            continue
-        if source_module in selected:
-            ties[target_module] = source_module
-        elif target_module in selected:
-            raise ValueError(
-                f"target_modules: {target_module!r} shares its weight with {source_module!r}, which is not selected. "
-                f"Target {source_module!r} (the tied layer then uses its cores), or exclude {target_module!r}."
-            )
-    return ties
+    return {target: source for target, source in _shared_weights(model) if source in selected}
 
 
-def _without_shared_linear(model: nn.Module, names: list[str]) -> list[str]:
-    """``names`` without linear layers that share their weight, which two trains could not; they stay dense."""
-    pairs = {
+def _shared_weights(model: nn.Module) -> list[tuple[str, str]]:
+    """Pairs of modules that share a weight: the tied one, and the one that owns it."""
+    return [
         (target.rpartition(".")[0], source.rpartition(".")[0])
         for target, source in getattr(model, "all_tied_weights_keys", {}).items()
         if source.endswith(".weight")
-    }
-    owners = {source for _, source in pairs if not isinstance(model.get_submodule(source), nn.Embedding)}
-    shared = owners | {target for target, source in pairs if source in owners}
-    left = [name for name in names if name in shared]
+    ]
+
+
+def _without_shared(model: nn.Module, names: list[str], config: ComeraConfig) -> list[str]:
+    """``names`` without layers that share a weight in a way that cores cannot; these stay dense.
+
+    Two trains cannot share a weight, so linear layers that do stay dense. An embedding shares its cores with plain
+    heads and embeddings only: one that scales its rows, say, would lose the scale.
+    """
+    pairs = _shared_weights(model)
+    dense: dict[str, str] = {}
+    for target, source in pairs:
+        if not isinstance(model.get_submodule(source), nn.Embedding):
+            dense[target] = f"shares its weight with {source!r}, and both are linear layers"
+            dense[source] = f"shares its weight with {target!r}, and both are linear layers"
+        elif type(model.get_submodule(target)) not in TIEABLE_TYPES and source in names:
+            reason = f"shares its weight with {target!r}, a {type(model.get_submodule(target)).__name__}"
+            dense |= {name: reason for name, owner in (*pairs, (source, source)) if owner == source}
+    for target, source in pairs:
+        if target in names and target not in dense and source not in names:
+            if config.target_modules not in (None, ALL_LINEAR):
+                raise ValueError(
+                    f"target_modules: {target!r} shares its weight with {source!r}, which is not selected. Target "
+                    f"{source!r} (the tied layer then uses its cores), or exclude {target!r}."
+                )
+            dense[target] = f"shares its weight with {source!r}, which is not selected"
+    left = [name for name in names if name in dense]
     if left:
-        logger.warning("%d linear layers share their weights and stay dense, for example %s.", len(left), left[0])
-    return [name for name in names if name not in shared]
+        logger.warning(
+            "%d layers that share a weight stay dense, for example %s, which %s.", len(left), left[0], dense[left[0]]
+        )
+    return [name for name in names if name not in dense]
+
+
+def _check_recorded_ties(model: nn.Module, ties: dict[str, str]) -> None:
+    """Refuse a record of a release that tied whatever shared a weight, and lost what it computes beside."""
+    for target, source in ties.items():
+        kind = type(model.get_submodule(target))
+        if kind not in TIEABLE_TYPES:
+            raise ValueError(
+                f"config.json lists {source!r}, whose weight {target!r} shares, a {kind.__name__}. An earlier release "
+                "lost what such a layer computes of its own. Compress the dense model again; the embedding then "
+                "stays dense."
+            )
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:

@@ -4,8 +4,9 @@ Model code reads ``layer.weight.dtype`` in forward (T5) and hands ``layer.weight
 would build the matrix that tensor-train form exists to avoid. Real uses (``F.linear(x, layer.weight)``, indexing,
 fused losses) get the dense matrix, and gradients flow back to the cores.
 
-An edit of the weight would change that matrix and no core. Initialisers that ask for a deviation draw new cores; every
-other edit is refused with the way to do it, also of views of the matrix (``layer.weight[0].zero_()``).
+An edit of the weight would change that matrix and no core. Initialisers that ask for a deviation draw new cores, and a
+factor goes into a core (RWKV divides weights); every other edit is refused with the way to do it, also of views of the
+matrix (``layer.weight[0].zero_()``).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class LazyWeight(Tensor):
         if func in _DEVIATIONS:
             return _draw(func, *args, **kwargs)
         if (edited := _edited(func, args, kwargs)) is not None:
-            return _refuse_edit(func, edited)
+            return edited if _scale(func, *args, **kwargs) else _refuse_edit(func, edited)
         return _computed(func, args, kwargs)
 
     @classmethod
@@ -191,6 +192,19 @@ def _refuse_edit(func: Any, weight: LazyWeight | DenseView) -> LazyWeight | Dens
     )
 
 
+def _scale(func: Any, weight: Any = None, factor: Any = None, *args: Any, **kwargs: Any) -> bool:
+    """Multiply or divide by a number, where torch would do so to a parameter; False where it is another edit."""
+    operation = _SCALINGS.get(getattr(func, "__name__", ""))
+    may = isinstance(weight, LazyWeight) and (weight._detached or not torch.is_grad_enabled())
+    if operation is None or not may or args or kwargs or _LEAVE_EDITS_OUT.get():
+        return False
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor or not math.isfinite(factor):
+        return False
+    with torch.no_grad():
+        operation(weight._module.cores()[-1], factor)
+    return True
+
+
 def _draw(func: Any, tensor: LazyWeight, *args: Any, **kwargs: Any) -> LazyWeight:
     """Draw cores as an initialiser of torch asks: entries of the weight get the deviation that it would give them."""
     if _LEAVE_EDITS_OUT.get():
@@ -221,6 +235,8 @@ def _of_kaiming(
     fan = weight.shape[1] if mode == "fan_in" else weight.shape[0]
     return 0.0, nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
 
+
+_SCALINGS = {"mul_": Tensor.mul_, "div_": Tensor.div_, "__imul__": Tensor.mul_, "__itruediv__": Tensor.div_}
 
 _DEVIATIONS: dict[Any, Callable[..., tuple[float, float]]] = {
     nn.init.normal_: _of_normal,

@@ -139,6 +139,10 @@ def scale(weight):
     weight *= 2
 
 
+def shrink(weight):
+    weight /= 4
+
+
 def add_to(weight):
     weight += torch.ones(96, 48)
 
@@ -146,10 +150,11 @@ def add_to(weight):
 EDITS = {
     "fill_": lambda weight: weight.fill_(0),
     "initialiser": torch.nn.init.zeros_,
-    "data": lambda weight: weight.data.mul_(2),
+    "data": lambda weight: weight.data.add_(2),
     "item": lambda weight: weight.__setitem__(0, 1.0),
     "overwrite": overwrite,
-    "scale": scale,
+    "scaled-by-nothing": lambda weight: weight.mul_(0),
+    "scaled-by-a-tensor": lambda weight: weight.mul_(torch.ones(48)),
     "add": add_to,
     "constant": lambda weight: torch.nn.init.constant_(weight, 0.5),
     "ones": torch.nn.init.ones_,
@@ -231,6 +236,30 @@ def test_an_initialiser_that_asks_for_a_deviation_draws_cores_of_it(draw, std, g
     dense = torch.empty(96, 48)
     draw(dense)
     assert dense.std().item() == pytest.approx(std, rel=0.05)
+
+
+SCALINGS = {
+    "mul_": (lambda weight: weight.mul_(-3), -3),
+    "div_": (lambda weight: weight.div_(8), 0.125),
+    "data": (lambda weight: weight.data.mul_(0.5), 0.5),
+    "operator": (scale, 2),
+    "division": (shrink, 0.25),
+}
+
+
+@pytest.mark.parametrize(("edit", "factor"), SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("layer", [TTLinear(48, 96, ranks=4), TTMEmbedding(60, 16, ranks=3)], ids=["linear", "table"])
+def test_a_factor_goes_into_a_core(layer, edit, factor):
+    before = layer.dense().detach()
+    with torch.no_grad():
+        edit(layer.weight)
+    torch.testing.assert_close(layer.dense(), before * factor)
+
+
+def test_a_factor_needs_gradients_off_as_for_a_parameter():
+    layer = TTLinear(48, 96, ranks=4)
+    with pytest.raises(RuntimeError, match="keeps as cores"):
+        layer.weight.mul_(2)
 
 
 def test_an_initialiser_draws_the_table_of_an_embedding_and_of_its_tied_head():
