@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_comera.compress.config import ComeraConfig
+from hf_comera.compress.coverage import warn_if_mostly_dense
 from hf_comera.compress.initial_std import initial_stds
 from hf_comera.compress.matching import COMPRESSIBLE_TYPES
 from hf_comera.compress.plan import CompressionPlan, plan
@@ -39,6 +40,8 @@ def get_comera_model(
     Returns:
         An ordinary Transformers model whose targeted layers are tensor trains, with the methods of
         :class:`hf_comera.hub.model.ComeraModel`. A live model is returned as the same object.
+
+    Where less than half of the parameters is in compressed layers, a warning names the largest parts that are not.
 
     Raises:
         ValueError: If ``config`` is missing or superfluous, a setting does not fit, the model is already compressed,
@@ -83,6 +86,7 @@ def _compress(model: nn.Module, comera_config: ComeraConfig) -> PreTrainedModel:
         )
     check_decomposable(comera_config)
     errors = decompose_model(model, plan(model, comera_config))
+    warn_if_mostly_dense(model)
     return attach(model, comera_config, errors)
 
 
@@ -103,6 +107,7 @@ def _from_scratch(
     _draw(model, compression, stds)
     model.tie_weights()
     _check_initialized(model)
+    warn_if_mostly_dense(model)
     return attach(model.train(), comera_config)
 
 

@@ -24,6 +24,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 
 from hf_comera.compress.config import ComeraConfig
+from hf_comera.compress.coverage import warn_if_mostly_dense
 from hf_comera.compress.plan import CompressionPlan, plan
 from hf_comera.compress.surgery import check_decomposable, decompose_layer, link_tied, replace_layers, untie
 from hf_comera.hub.checkpoint import check_checkpoint, is_dense_checkpoint
@@ -110,6 +111,8 @@ class ComeraQuantizer(HfQuantizer):
             _cast(model, self.load_dtype)
         _align(model)
         _freeze_removed(model)
+        if not self.pre_quantized:
+            warn_if_mostly_dense(model)
         return attach(model, self.quantization_config, self.errors)
 
     def _refuse_missing(self, model: PreTrainedModel) -> None:
