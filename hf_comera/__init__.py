@@ -17,6 +17,7 @@ from hf_comera.hub.cards import write_model_card
 from hf_comera.hub.model import is_comera_model, merge_and_unload
 from hf_comera.hub.push import push_to_hub
 from hf_comera.hub.quantizer import register
+from hf_comera.hub.trainer_card import extend_trainer_cards
 from hf_comera.memory import (
     ActivationPolicy,
     MemoryEstimate,
@@ -36,6 +37,7 @@ from hf_comera.training import (
 )
 
 register()
+extend_trainer_cards()
 
 __version__ = "0.1.0"
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 SMALLEST_COMPRESSED_SHARE = 0.5
 """Of the parameters of a dense model; where less of them is compressed, the whole model hardly shrinks."""
 
-LISTED_PARTS = 3
+LISTED_PARTS, SMALLEST_LISTED_SHARE = 3, 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,7 @@ def warn_if_mostly_dense(model: nn.Module) -> None:
     listed = [
         f"{part.parameters / report.dense_parameters:.0%} {part.pattern} ({part.reason})"
         for part in dense_parts(model)[:LISTED_PARTS]
+        if part.parameters >= SMALLEST_LISTED_SHARE * report.dense_parameters
     ]
     logger.warning(
         "Only %.0f %% of the parameters of %s are in compressed layers, so the whole model is %.2f times smaller. The "

@@ -1,5 +1,6 @@
 """Model cards: write or refresh the ``README.md`` of a compressed model from measured values only."""
 
+import json
 import os
 import re
 from collections import Counter
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_comera.compress.size import SizeReport, size_report
 from hf_comera.hub.model import TAGS, is_comera_model
 
-__all__ = ["require_compressed", "write_model_card"]
+__all__ = ["check_repo_id", "require_compressed", "with_own_part", "write_model_card"]
 
 # Last part of a model's class name -> the Auto class that loads it and its task on the Hub, where that is certain.
 TASKS = {
@@ -34,6 +35,7 @@ TASKS = {
 KIND_NAMES = {"tt_linear": "linear layer", "ttm_embedding": "embedding"}
 METRIC_FIELDS = ("name", "value", "measured_on")
 OWN_PART = re.compile(r"<!-- hf_comera:begin.*?<!-- hf_comera:end -->", re.DOTALL)
+OWN_COMMENT = "<!-- hf_comera:"
 
 
 def write_model_card(
@@ -69,31 +71,56 @@ def write_model_card(
         Path of the card.
 
     Raises:
-        ValueError: If the model is not compressed, a metric lacks a field, or the card that is there cannot be read.
+        ValueError: If the model is not compressed, ``repo_id`` is no name of a repository, a metric lacks a field, a
+            text has hf_comera's comments in it, or the card that is there cannot be read.
     """
     require_compressed(model)
+    if repo_id is not None:
+        check_repo_id(repo_id)
     folder = Path(save_directory)
-    fresh = ModelCard.from_template(
-        ModelCardData(
-            base_model=base_model if _is_hub_id(base_model) else None,
-            language=language if language is None or isinstance(language, str) else list(language),
-            library_name="transformers",
-            license=license,
-            pipeline_tag=_task(model)[1],
-            tags=TAGS,
-        ),
-        template_str=files("hf_comera.hub").joinpath("model_card_template.md").read_text(encoding="utf-8"),
-        **{"base_model": base_model, "training_data": training_data, "training_command": training_command},
-        **{"license": license, "metrics": _metric_rows(metrics or ())},
-        **_loading_fields(model, folder, repo_id),
-        **_measured_fields(model),
+    metadata = ModelCardData(
+        base_model=base_model if _is_hub_id(base_model) else None,
+        language=language if language is None or isinstance(language, str) else list(language),
+        library_name="transformers",
+        license=license,
+        pipeline_tag=_task(model)[1],
+        tags=TAGS,
     )
+    given = {"base_model": base_model, "training_data": training_data, "training_command": training_command}
+    given |= {"license": license, "metrics": _metric_rows(metrics or ())}
+    fresh = _new_card(metadata, given | _loading_fields(model, folder, repo_id) | _measured_fields(model))
     path = folder / "README.md"
-    card = _merge_into(path, fresh) if path.exists() else fresh
+    card = _merge(_read(path), fresh, path) if path.exists() else fresh
     beside = path.with_name("README.md.part")
     card.save(beside)
     beside.replace(path)
     return path
+
+
+def with_own_part(text: str, model: PreTrainedModel, folder: Path) -> str:
+    """``text``, the card of a compressed model that someone else wrote for ``folder``, with hf_comera's part added.
+
+    The part says how to load the model, its sizes and its ranks; :func:`write_model_card` rewrites it later.
+    """
+    unknown = dict.fromkeys(("base_model", "training_data", "training_command", "license", "metrics"))
+    fields = unknown | _loading_fields(model, folder, None) | _measured_fields(model)
+    fresh = _new_card(ModelCardData(tags=TAGS), fields)
+    return str(_merge(ModelCard(text), fresh, folder / "README.md"))
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Refuse what cannot be the name of a repository: it becomes part of the card's Python.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(
+            f"repo_id={repo_id!r} is no name of a repository on the Hub. Give 'user/name' or 'name', of letters, "
+            "digits and '-', '_', '.', for example 'me/codebert-comera'."
+        ) from error
 
 
 def require_compressed(model: PreTrainedModel) -> None:
@@ -107,6 +134,21 @@ def require_compressed(model: PreTrainedModel) -> None:
             f"model={type(model).__name__} has no tensor-train layers, so there is nothing to report. "
             "Compress it first: model = get_comera_model(model, ComeraConfig(rank=30))"
         )
+
+
+def _new_card(metadata: ModelCardData, fields: dict[str, Any]) -> ModelCard:
+    """The template, filled in.
+
+    Raises:
+        ValueError: If a field holds one of the two comments between which the part is found again.
+    """
+    template = files("hf_comera.hub").joinpath("model_card_template.md").read_text(encoding="utf-8")
+    marked = [name for name, value in fields.items() if OWN_COMMENT in str(value)]
+    if marked:
+        raise ValueError(
+            f"{marked[0]} holds {OWN_COMMENT!r}, with which hf_comera's part of a card begins and ends. Leave it out."
+        )
+    return ModelCard.from_template(metadata, template_str=template, **fields)
 
 
 def _task(model: PreTrainedModel) -> tuple[str | None, str | None]:
@@ -154,7 +196,15 @@ def _loading_fields(model: PreTrainedModel, folder: Path, repo_id: str | None) -
         "has_tokenizer": has_tokenizer,
         "load_from": repo_id or ".",
         "load_comment": "" if repo_id else "  # the folder of this card",
+        "save_id": _save_id(folder),
     }
+
+
+def _save_id(folder: Path) -> str | None:
+    """The id that ``config.json`` in ``folder`` shares with the weight files; None where there is no such file yet."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return config.get("quantization_config", {}).get("save_id")
 
 
 def _measured_fields(model: PreTrainedModel) -> dict[str, Any]:
@@ -188,17 +238,20 @@ def _size_rows(report: SizeReport) -> list[dict[str, str]]:
     ]
 
 
-def _merge_into(path: Path, fresh: ModelCard) -> ModelCard:
-    """The card at ``path`` with our part and our metadata taken from ``fresh``.
+def _read(path: Path) -> ModelCard:
+    try:
+        return ModelCard.load(path)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} starts with metadata that cannot be read; mend or remove it: {error}") from error
+
+
+def _merge(card: ModelCard, fresh: ModelCard, path: Path) -> ModelCard:
+    """``card``, which is at ``path``, with our part and our metadata taken from ``fresh``.
 
     What the caller named wins over the metadata that is there; the task, which is a guess from the class, does not.
     """
-    try:
-        card = ModelCard.load(path)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} starts with metadata that cannot be read; mend or remove it: {error}") from error
     found = OWN_PART.findall(card.text)
-    if len(found) > 1 or card.text.count("<!-- hf_comera:") != 2 * len(found):
+    if len(found) > 1 or card.text.count(OWN_COMMENT) != 2 * len(found):
         raise ValueError(
             f"{path} has hf_comera's comments more than once or only half. Keep one pair around the text to rewrite, "
             "'<!-- hf_comera:begin -->' and '<!-- hf_comera:end -->', or remove them all."

@@ -13,7 +13,7 @@ from huggingface_hub.errors import (
 )
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from hf_comera.hub.cards import require_compressed, write_model_card
+from hf_comera.hub.cards import check_repo_id, require_compressed, write_model_card
 
 __all__ = ["push_to_hub"]
 
@@ -51,9 +51,11 @@ def push_to_hub(
         The commit; ``.commit_url`` shows it.
 
     Raises:
-        ValueError: If the model is not compressed or the card cannot be written from ``card_fields``.
+        ValueError: If the model is not compressed, ``repo_id`` is no name of a repository, or the card cannot be
+            written from ``card_fields``.
     """
     require_compressed(model)
+    check_repo_id(repo_id)
     api = HfApi(token=token)
     if "/" not in repo_id:
         repo_id = f"{api.whoami()['name']}/{repo_id}"
@@ -62,8 +64,8 @@ def push_to_hub(
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         _fetch_card(api, repo_id, revision, folder)
-        write_model_card(model, folder, repo_id=repo_id, **card_fields)
         model.save_pretrained(folder)
+        write_model_card(model, folder, repo_id=repo_id, **card_fields)  # names the id of the save
         api.create_repo(repo_id, private=private, exist_ok=True)
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)

@@ -9,7 +9,7 @@ import transformers
 from huggingface_hub import ModelCard
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
-from hf_comera import ComeraConfig, get_comera_model, size_report, write_model_card
+from hf_comera import ComeraConfig, get_comera_model, is_comera_model, push_to_hub, size_report, write_model_card
 from hf_comera.hub.cards import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -222,6 +222,42 @@ def test_a_class_without_certain_task_is_loaded_by_its_own_name(tmp_path):
     path = write_model_card(model, tmp_path)
     assert "BertForPreTraining.from_pretrained" in path.read_text()
     assert ModelCard.load(path).data.pipeline_tag is None
+
+
+@pytest.mark.parametrize("repo_id", ['me/a"b', "me/a b", "me/a/b", "", "me/a\nb"])
+def test_a_name_of_no_repository_raises_and_nothing_is_written(model, tmp_path, repo_id):
+    with pytest.raises(ValueError, match=r"repo_id=.* is no name of a repository .* 'me/codebert-comera'"):
+        write_model_card(model, tmp_path, repo_id=repo_id)
+    with pytest.raises(ValueError, match="is no name of a repository"):
+        push_to_hub(model, repo_id)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("training_data", "Text <!-- hf_comera:end --> and more."),
+        ("training_command", "python train.py # <!-- hf_comera:begin -->"),
+        ("license", "<!-- hf_comera:end -->"),
+        ("metrics", [{"name": "<!-- hf_comera:begin", "value": 1, "measured_on": "all"}]),
+    ],
+)
+def test_the_comments_of_our_part_in_a_text_raise_and_the_card_stays(model, tmp_path, field, value):
+    before = write_model_card(model, tmp_path).read_text()
+    with pytest.raises(ValueError, match=f"{field} holds '<!-- hf_comera:'.* Leave it out"):
+        write_model_card(model, tmp_path, **{field: value})
+    assert (tmp_path / "README.md").read_text() == before
+    write_model_card(model, tmp_path)
+
+
+def test_the_id_of_the_save_beside_the_card_is_told(model, tmp_path):
+    assert "carry the id" not in write_model_card(model, tmp_path).read_text()
+    for _ in range(2):
+        model.save_pretrained(tmp_path)
+        save_id = model.config.quantization_config.save_id
+        assert f"carry the id `{save_id}`" in write_model_card(model, tmp_path).read_text()
+    (tmp_path / "README.md").write_text("another text")
+    assert is_comera_model(AutoModelForMaskedLM.from_pretrained(tmp_path)), "the card is never checked"
 
 
 def test_the_template_stands_under_model_cards():
