@@ -1,6 +1,9 @@
-"""The command line: what this machine has, and compiling the CUDA kernels before the first run needs them."""
+"""The command line: what this machine has, compiling the CUDA kernels, and programs that load compressed models."""
 
+import os
 import platform
+import subprocess
+import sys
 from typing import Annotated
 
 import torch
@@ -9,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hf_comera.hub.client import client_environment, find_client
 from hf_comera.ops.kernel_build import (
     INSTALL_NVCC,
     KernelBuildError,
@@ -87,6 +91,33 @@ def build_kernels_command(
     console = Console(soft_wrap=True)
     console.print(_resource_table(rows))
     console.print(f"{len(rows)} kernels are in {escape(str(cache_folder()))}")
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def run(
+    context: typer.Context,
+    client: Annotated[str, typer.Argument(help="A program, such as lm_eval or trl, or a Python file.")],
+) -> None:
+    """Run a program with a command line of its own, in which compressed checkpoints load as any other.
+
+    All that follows the program's name is given to it. No line of it has to import hf_comera, nor of the processes
+    that it starts: they find a sitecustomize.py on PYTHONPATH, which imports hf_comera at the first compressed
+    checkpoint, and nothing before.
+
+    Example: hf-comera run lm_eval --model hf --model_args pretrained=my-compressed-model --tasks hellaswag
+    """
+    try:
+        command = [*find_client(client), *context.args]
+    except ValueError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[red]Nothing to run:[/red] {escape(str(error))}")
+        raise typer.Exit(2) from error
+    environment = client_environment(dict(os.environ))
+    if os.name == "nt":  # where replacing a process returns to the shell at once
+        raise typer.Exit(subprocess.call(command, env=environment))
+    sys.stdout.flush()
+    os.execve(command[0], command, environment)
 
 
 def _devices() -> str:

@@ -164,22 +164,33 @@ def test_fine_tuning_start_another_head_on_the_same_cores(tmp_path):
 LOAD_WITHOUT_US = """
 import sys, transformers
 assert "hf_comera" not in sys.modules
-{auto_class}.from_pretrained(sys.argv[1])
+{auto_class}.from_pretrained(sys.argv[1]{options})
 """
 
 
-@pytest.mark.parametrize("auto_class", ["transformers.AutoModelForMaskedLM", "transformers.AutoModel"])
-def test_a_process_without_hf_comera_raises_instead_of_loading_random_weights(auto_class, tmp_path):
+@pytest.mark.parametrize(
+    ("auto_class", "options", "loads"),
+    [
+        ("transformers.AutoModelForMaskedLM", "", False),
+        ("transformers.AutoModel", "", False),
+        ("transformers.AutoModelForMaskedLM", ", ignore_mismatched_sizes=True", True),
+        ("transformers.AutoModel", ", ignore_mismatched_sizes=True", True),
+    ],
+)
+def test_a_process_without_hf_comera_is_told_to_import_it(auto_class, options, loads, tmp_path):
+    """Without an option it raises; with it Transformers fills the layers at random, which nothing of ours can stop."""
     architecture = ARCHITECTURES["bert-mlm"]
     get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config()).save_pretrained(
         tmp_path
     )
-    program = [sys.executable, "-c", LOAD_WITHOUT_US.format(auto_class=auto_class), str(tmp_path)]
+    program = [sys.executable, "-c", LOAD_WITHOUT_US.format(auto_class=auto_class, options=options), str(tmp_path)]
     result = subprocess.run(
         program, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""}, cwd=tmp_path
     )
-    assert result.returncode != 0
-    assert "size mismatch" in result.stderr or "ignore_mismatched_sizes" in result.stderr
+    assert (result.returncode == 0) == loads, result.stderr
+    assert NOTICE in result.stdout + result.stderr
+    assert "import hf_comera" in NOTICE
+    assert loads or "size mismatch" in result.stderr or "ignore_mismatched_sizes" in result.stderr
 
 
 @every_architecture
