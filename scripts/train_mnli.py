@@ -1,4 +1,7 @@
-"""Train the CoMERA paper's six-encoder model on pairs of sentences (MNLI) from random weights, in tensor-train form.
+"""Train BERT encoders on pairs of sentences from random weights, in tensor-train form.
+
+By default these are the CoMERA paper's six encoders, and MNLI can be named as data. Rows kept so far are of neither:
+four encoders, at most 256 wide, on a mix of other public pairs (docs/ranks.md).
 
     accelerate launch scripts/train_mnli.py --dataset_name nyu-mll/glue --dataset_config mnli
     accelerate launch scripts/train_mnli.py --data_file pairs.parquet --tokenizer_name google-bert/bert-base-uncased \\

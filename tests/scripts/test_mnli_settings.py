@@ -1,7 +1,11 @@
 """scripts/mnli_settings.py: every setting has help, and what cannot work is refused before anything is loaded."""
 
+import csv
+import re
+
 import pytest
 
+from interleaved_timing import RESULTS
 from mnli_settings import DENSE_RATE, RATE, parse_settings
 
 HUB = ["--dataset_name", "nyu-mll/glue", "--dataset_config", "mnli"]
@@ -19,6 +23,18 @@ def test_help_explains_every_option(capsys):
     text = capsys.readouterr().out
     for name in parse_settings(HUB).as_dict():
         assert f"--{name}" in text
+
+
+def test_help_says_what_the_kept_rows_are_of(capsys):
+    with pytest.raises(SystemExit):
+        parse_settings(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    with (RESULTS / "train_mnli.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    widths = {int(re.match(r"hidden_size=(\d+),num_hidden_layers=4,", row["config_overrides"])[1]) for row in rows}
+    assert f"four encoders, at most {max(widths)} wide" in text
+    assert "not of MNLI" in text
+    assert {row["data"] for row in rows} == {"nli3_combined.parquet"}
 
 
 REFUSED = [
