@@ -10,6 +10,7 @@ import argparse
 import csv
 import re
 import shlex
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ Every pair of comments in the README holds a table of one machine:
 
 A table has the number of threads and the environment with which most cases were
 measured, and the newest row of a case. "Memory kept" are rows of the same with
---keep-freed-memory. Rows that name a GPU are a table of their own in the first
+--keep-freed-memory. "Median of rows" is that of all rows of the case with as many
+threads, from any processor, memory kept or not. Rows that name a GPU are a table of their own in the first
 pair. Cases without a name in speed_names.py are left out.
 """
 Row = dict[str, str]
@@ -37,8 +39,8 @@ README = RESULTS.parents[1] / "README.md"
 KEPT = "MALLOC_KEPT=1"
 FORMS = ("dense", "tensor_train")
 HEADINGS = (
-    "what", "dense", "tensor train", "times faster", "memory kept", "saved MB, dense", "saved MB, tensor train",
-    "peak MB, dense", "peak MB, tensor train", "command",
+    "what", "dense", "tensor train", "times faster", "memory kept", "median of rows", "saved MB, dense",
+    "saved MB, tensor train", "peak MB, dense", "peak MB, tensor train", "command",
 )  # fmt: skip
 BLOCK = re.compile(r"<!-- speed table(?P<name>[^:\n]*): begin -->\n.*?<!-- speed table(?P=name): end -->", re.DOTALL)
 MARKER = re.compile(r"<!-- speed table[^:\n]*: (?:begin|end) -->")
@@ -138,8 +140,12 @@ def with_tables(text: str, measurements: Sequence[Measurement], only: str | None
         if name:
             parts = [named_table(on_processor, name, first)]
         else:
-            on_gpu = rows_of_one_machine(m for m in measurements if m.setting.gpu)
-            parts = [table(first) or "Not measured.", table(on_gpu) or "On a GPU: not measured."]
+            on_gpu = [measurement for measurement in measurements if measurement.setting.gpu]
+            newest = rows_of_one_machine(on_gpu)
+            parts = [
+                table(first, on_processor) or "Not measured.",
+                table(newest, on_gpu) or "On a GPU: not measured.",
+            ]
         begin, *_, end = match[0].splitlines()
         return "\n\n".join([begin, *parts, end])
 
@@ -157,7 +163,7 @@ def named_table(measurements: Sequence[Measurement], name: str, first: Sequence[
         found = sorted({m.setting.processor for m in measurements})
         raise ValueError(f"processor {name!r} has no rows; there are rows of {found}")
     known = {m.case for m in first}
-    return table([m for m in rows if m.case not in known]) or "All of its cases are in the table above."
+    return table([m for m in rows if m.case not in known], measurements) or "All of its cases are in the table above."
 
 
 def rows_of_one_machine(measurements: Iterable[Measurement]) -> list[Measurement]:
@@ -174,15 +180,20 @@ def rows_of_one_machine(measurements: Iterable[Measurement]) -> list[Measurement
     return list({(m.case, m.kept): m for m in chosen}.values())
 
 
-def table(rows: Sequence[Measurement]) -> str:
-    """A sentence about the machine, and the rows in Markdown; empty without rows."""
+def table(rows: Sequence[Measurement], measurements: Sequence[Measurement]) -> str:
+    """A sentence about the machine, and the rows in Markdown; empty without rows.
+
+    Args:
+        rows: Those of one machine.
+        measurements: Those of all machines that the medians are of.
+    """
     if not rows:
         return ""
     by_case: dict[tuple[str, ...], dict[bool, Measurement]] = {}
     for measurement in sorted(rows, key=lambda m: list(NAMES).index(m.case)):
         by_case.setdefault(measurement.case, {})[measurement.kept] = measurement
     rule = ["---", *["--:"] * (len(HEADINGS) - 2), "---"]
-    lines = [HEADINGS, rule, *(_cells(found.get(False), found.get(True)) for found in by_case.values())]
+    lines = [HEADINGS, rule, *(_cells(found.get(False), found.get(True), measurements) for found in by_case.values())]
     return "\n".join([_sentence(rows), "", *(f"| {' | '.join(cells)} |" for cells in lines)])
 
 
@@ -207,15 +218,16 @@ def _sentence(rows: Sequence[Measurement]) -> str:
     return f"Measured on {', '.join(filter(None, parts))}."
 
 
-def _cells(plain: Measurement | None, kept: Measurement | None) -> list[str]:
+def _cells(plain: Measurement | None, kept: Measurement | None, measurements: Sequence[Measurement]) -> list[str]:
     shown = plain or kept
     assert shown is not None
     row = shown.row
     return [
         NAMES[shown.case].format_map(row),
         *(_time(row, form) for form in FORMS),
-        _ratio(plain.row) if plain else "",
-        _ratio(kept.row) if kept else "",
+        _ratio(float(plain.row["ratio"])) if plain else "",
+        _ratio(float(kept.row["ratio"])) if kept else "",
+        _median(shown, measurements),
         *(_megabytes(row.get(f"{form}_{kind}_bytes")) for kind in ("saved", "peak") for form in FORMS),
         f"`{_command(row['command'])}`",
     ]
@@ -227,8 +239,13 @@ def _time(row: Row, form: str) -> str:
     return f"{f'{value:#.3g}'.rstrip('.')} {unit}"
 
 
-def _ratio(row: Row) -> str:
-    ratio = float(row["ratio"])
+def _median(shown: Measurement, measurements: Sequence[Measurement]) -> str:
+    """One pair of runs differs by a quarter between hours: what all of its rows say, and how many they are."""
+    same = [m for m in measurements if m.case == shown.case and m.setting.threads == shown.setting.threads]
+    return f"{_ratio(statistics.median(float(m.row['ratio']) for m in same))} of {len(same)}"
+
+
+def _ratio(ratio: float) -> str:
     return f"{ratio:.1f}" if ratio >= 1 else f"{ratio:.2f}"  # 0.96 is not 1.0
 
 

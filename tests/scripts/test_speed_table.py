@@ -64,10 +64,10 @@ def test_a_row_has_all_figures(write):
     found = write(bench_step=[step("2026-01-01", torch="2.12"), kept], bench_lookup=[lookup("2026-01-01")])
     assert found == {
         "Measured on Intel Xeon, cores: 2, threads: 2, torch 2.12 and 2.13, 2026-01-01 to 2026-01-02.": [
-            [f"{STEP}, dropout 0.1", "6.00 s", "1.50 s", "4.0", "4.3", "1,850", "0.033", "1,078", "36",
+            [f"{STEP}, dropout 0.1", "6.00 s", "1.50 s", "4.0", "4.3", "4.1 of 2", "1,850", "0.033", "1,078", "36",
              "`bench_step.py --rounds 7`"],
-            ["embedding 30522 x 768 with optimizer, 1833 distinct ids", "36.0 ms", "301 ms", "0.96", *[""] * 5,
-             "`bench_lookup.py`"],
+            ["embedding 30522 x 768 with optimizer, 1833 distinct ids", "36.0 ms", "301 ms", "0.96", "", "0.96 of 1",
+             *[""] * 4, "`bench_lookup.py`"],
         ]
     }  # fmt: skip
 
@@ -99,6 +99,16 @@ def test_of_several_rows_the_newest_is_taken(write):
 def test_a_row_with_kept_memory_alone_is_no_ordinary_ratio(write):
     (rows,) = write(bench_step=[step("2026-01-01", environment="MALLOC_KEPT=1")]).values()
     assert rows[0][3:5] == ["", "4.0"]
+
+
+def test_the_median_is_that_of_all_machines_with_memory_kept_or_not(write):
+    kept = step("2026-01-02", environment="MALLOC_KEPT=1", ratio=5.5)
+    others = [step("2026-01-01", ratio=4.5, **AMD), step("2026-01-01", ratio=9, dropout=0.0, **AMD)]
+    others += [step("2026-01-01", ratio=20, gpu="NVIDIA H200"), step("2026-01-01", ratio=30, threads=1)]
+    (rows,) = [
+        table for name, table in write(bench_step=[step("2026-01-02"), kept, *others]).items() if "H200" not in name
+    ]
+    assert [(row[0], row[5]) for row in rows] == [(f"{STEP}, dropout 0.1", "4.5 of 3")]
 
 
 def test_commands_have_no_folders(write):
