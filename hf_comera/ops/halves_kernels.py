@@ -140,7 +140,7 @@ def _launch(
 ) -> None:
     """Call ``function`` with the table of all sides, in host memory, and with scratch memory for each."""
     first = halves[0].cores[0]
-    scratch = torch.empty(sum(scratch_sizes), device=first.device)
+    scratch = torch.empty(sum(scratch_sizes), dtype=torch.float32, device=first.device)
     starts = accumulate(scratch_sizes, initial=0)
     words = SIDE_WORDS + CORE_WORDS * max(len(half.cores) for half in halves)
     table: list[int] = []
