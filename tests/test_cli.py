@@ -40,6 +40,7 @@ def run(*arguments):
 
 def pretend_gpu(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "Pretended GPU")

@@ -103,10 +103,10 @@ def local_architectures() -> list[str]:
 
 
 def device_refusal(device: torch.device | None = None) -> str | None:
-    """Why a GPU (default: the first) cannot run the kernels, or None where it can. Compiles nothing."""
+    """Why a GPU (default: the current one) cannot run the kernels, or None where it can. Compiles nothing."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
-    index = 0 if device is None else device.index or 0
+    index = _index(device or torch.device("cuda"))
     capability = torch.cuda.get_device_capability(index)
     if capability >= MINIMUM_CAPABILITY:
         return None
@@ -114,13 +114,20 @@ def device_refusal(device: torch.device | None = None) -> str | None:
     return f"the GPU ({name}) has compute capability {capability[0]}.{capability[1]}, the kernels need 8.0 or newer"
 
 
-@functools.cache
 def load_kernels(device: torch.device) -> ctypes.CDLL:
-    """The library for a GPU, compiled on first use.
+    """The library for a GPU, compiled on first use; ``cuda`` without a number is the current one.
 
     Raises:
         KernelBuildError: With the reason, if there is none.
     """
+    if not torch.cuda.is_available():
+        raise KernelBuildError(str(device_refusal(device)))
+    return _library_of(_index(device))
+
+
+@functools.cache
+def _library_of(index: int) -> ctypes.CDLL:
+    device = torch.device("cuda", index)
     if reason := device_refusal(device):
         raise KernelBuildError(reason)
     architecture = _architecture(device)
@@ -139,14 +146,18 @@ def emulated_kernels() -> ctypes.CDLL:
     return _load(build_emulated_library().library)
 
 
-@functools.cache
 def kernels_refusal(device: torch.device) -> str | None:
     """Why the kernels cannot be used on a GPU, or None where they can; compiles them if that has not been done.
 
     The answer is kept: a failing compiler is not started again in this process, and is reported once.
     """
+    return _refusal_of(_index(device) if torch.cuda.is_available() else None)
+
+
+@functools.cache
+def _refusal_of(index: int | None) -> str | None:
     try:
-        load_kernels(device)
+        load_kernels(torch.device("cuda" if index is None else f"cuda:{index}"))
     except (KernelBuildError, OSError) as error:
         if kernels_are_wanted():
             LOGGER.warning("CUDA kernels were asked for, but plain torch runs in their place: %s", error)
@@ -196,9 +207,14 @@ def _readable(mangled: str) -> str:
     return found[1] + (f"<{', '.join(str(value) for _, value in values)}>" if values else "")
 
 
+def _index(device: torch.device) -> int:
+    """Its number; as everywhere in torch, the current device's where it has none."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def _architecture(device: torch.device) -> str:
     """``sm_80``, or ``sm_90a`` with what only that architecture has."""
-    major, minor = torch.cuda.get_device_capability(device.index or 0)
+    major, minor = torch.cuda.get_device_capability(_index(device))
     return f"sm_{major}{minor}" + "a" * (major == 9)
 
 

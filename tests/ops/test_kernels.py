@@ -7,7 +7,14 @@ import torch
 
 from hf_comera.ops import kernels
 from hf_comera.ops.kernel_build import KernelBuild, KernelBuildError, find_nvcc
-from hf_comera.ops.kernels import KernelResources, build_kernels, check_status, kernels_refusal, load_kernels
+from hf_comera.ops.kernels import (
+    KernelResources,
+    build_kernels,
+    check_status,
+    device_refusal,
+    kernels_refusal,
+    load_kernels,
+)
 
 GPU = torch.device("cuda", 0)
 LOG = """
@@ -31,17 +38,21 @@ ptxas info    : Used 89 registers, used 1 barriers, 4360 bytes cmem[0]
 """  # noqa: E501
 
 
+def forget():
+    kernels._library_of.cache_clear()
+    kernels._refusal_of.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_loaded_yet():
-    load_kernels.cache_clear()
-    kernels_refusal.cache_clear()
+    forget()
     yield
-    load_kernels.cache_clear()
-    kernels_refusal.cache_clear()
+    forget()
 
 
 def pretend_gpu(monkeypatch, *capabilities):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: capabilities[index])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "Pretended GPU")
@@ -71,6 +82,23 @@ def test_says_that_the_gpu_is_too_old(monkeypatch):
     assert "Pretended GPU" in kernels_refusal(GPU)
     assert "7.5" in kernels_refusal(GPU)
     assert "8.0" in kernels_refusal(GPU)
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
+    def fail(architecture):
+        raise KernelBuildError(f"no nvcc for {architecture}")
+
+    pretend_gpu(monkeypatch, (7, 5), (9, 0))
+    monkeypatch.setattr(kernels, "is_built", lambda architecture: True)
+    monkeypatch.setattr(kernels, "build_library", fail)
+    unnumbered = torch.device("cuda")
+    assert "7.5" in kernels_refusal(unnumbered)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert device_refusal() is None
+    assert device_refusal(unnumbered) is None
+    assert kernels_refusal(unnumbered) == "no nvcc for sm_90a"
+    with pytest.raises(KernelBuildError, match="sm_90a"):
+        load_kernels(unnumbered)
 
 
 def test_passes_on_why_a_build_fails(monkeypatch, caplog):
