@@ -292,3 +292,7 @@ int launch(void (*kernel)(Arguments), dim3 grid, int threads, void*, const Argum
   block = nullptr;
   return 0;
 }
+
+// A driver just new enough.
+inline int driver_version(int* version) { return *version = 12000, 0; }
+inline int compiled_version(int* version) { return *version = 12000, 0; }

@@ -50,12 +50,3 @@ extern "C" int hf_comera_low_rank_linear(int precision, const void* x, const voi
   const bool aligned = is_aligned(precision, in_features, out_features, {x, left, right, bias, y});
   return choose_kernel(precision, rank, aligned, LaunchLinear{arguments, stream});
 }
-
-// What a positive error means, in CUDA's words.
-extern "C" const char* hf_comera_error_message(int status) {
-#ifdef HF_COMERA_EMULATED
-  return status ? "emulated" : "no error";
-#else
-  return cudaGetErrorString(static_cast<cudaError_t>(status));
-#endif
-}

@@ -27,6 +27,9 @@ int launch(void (*kernel)(Arguments), dim3 grid, int threads, void* stream, cons
   return static_cast<int>(cudaGetLastError());
 }
 
+inline int driver_version(int* version) { return static_cast<int>(cudaDriverGetVersion(version)); }
+inline int compiled_version(int* version) { return static_cast<int>(cudaRuntimeGetVersion(version)); }
+
 // c += a b with a (16, 16) and b (16, 8) in bf16, c in fp32; sm_80 and newer.
 DEVICE void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(

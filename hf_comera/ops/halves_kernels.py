@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_comera.ops.kernel_calls import current_stream, kernel_library, on_device
-from hf_comera.ops.kernels import check_status, kernels_refusal
+from hf_comera.ops.kernel_calls import current_stream, on_device
+from hf_comera.ops.kernels import check_status, kernel_library, kernels_refusal
 
 __all__ = ["Half", "half_refusal", "tt_halves", "tt_halves_backward"]
 

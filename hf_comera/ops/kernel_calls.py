@@ -1,20 +1,12 @@
-"""What every call of a kernel needs: the library of a device, its current stream, addresses of tensors."""
+"""What every call of a kernel needs: its device as the current one, the current stream, addresses of tensors."""
 
 import contextlib
-import ctypes
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from hf_comera.ops.kernels import emulated_kernels, load_kernels
-
-__all__ = ["current_stream", "kernel_library", "on_device", "pointers"]
-
-
-def kernel_library(device: torch.device) -> ctypes.CDLL:
-    """The compiled kernels for a GPU; for the CPU the emulated ones, which are for tests."""
-    return load_kernels(device) if device.type == "cuda" else emulated_kernels()
+__all__ = ["current_stream", "on_device", "pointers"]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

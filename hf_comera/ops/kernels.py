@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_comera.ops.kernel_build import KernelBuildError, build_emulated_library, build_library, is_built
+from hf_comera.ops.kernel_calls import current_stream, on_device
 from hf_comera.ops.kernel_switch import kernels_are_wanted
 
 __all__ = [
@@ -22,7 +23,9 @@ __all__ = [
     "check_status",
     "device_refusal",
     "emulated_kernels",
+    "kernel_library",
     "kernels_refusal",
+    "launch_refusal",
     "load_kernels",
     "local_architectures",
 ]
@@ -30,6 +33,8 @@ __all__ = [
 LOGGER = logging.getLogger(__name__)
 # Arguments of the C functions: p pointer, i int, l 64-bit int, d double; the result first.
 SIGNATURES = {
+    "hf_comera_cuda_versions": "i pp",
+    "hf_comera_trial_launch": "i p",
     "hf_comera_error_message": "s i",
     "hf_comera_coat_adamw_tensors": "i",
     "hf_comera_coat_adamw": "i piii p ddddd p",
@@ -114,11 +119,20 @@ def device_refusal(device: torch.device | None = None) -> str | None:
     return f"the GPU ({name}) has compute capability {capability[0]}.{capability[1]}, the kernels need 8.0 or newer"
 
 
-def load_kernels(device: torch.device) -> ctypes.CDLL:
-    """The library for a GPU, compiled on first use; ``cuda`` without a number is the current one.
+def kernel_library(device: torch.device) -> ctypes.CDLL:
+    """The compiled kernels for a GPU; for the CPU the emulated ones, which are for tests.
 
     Raises:
-        KernelBuildError: With the reason, if there is none.
+        KernelBuildError: As :func:`load_kernels` and :func:`emulated_kernels`.
+    """
+    return load_kernels(device) if device.type == "cuda" else emulated_kernels()
+
+
+def load_kernels(device: torch.device) -> ctypes.CDLL:
+    """The library for a GPU, compiled and tried on first use; ``cuda`` without a number is the current one.
+
+    Raises:
+        KernelBuildError: With the reason, if there is none or its kernels do not start.
     """
     if not torch.cuda.is_available():
         raise KernelBuildError(str(device_refusal(device)))
@@ -133,7 +147,31 @@ def _library_of(index: int) -> ctypes.CDLL:
     architecture = _architecture(device)
     if not is_built(architecture):
         LOGGER.warning("Compiling the CUDA kernels for %s with nvcc, once; this takes about a minute.", architecture)
-    return _load(build_library(architecture).library)
+    library = _load(build_library(architecture).library)
+    if reason := launch_refusal(library, device):
+        raise KernelBuildError(reason)
+    return library
+
+
+def launch_refusal(library: ctypes.CDLL, device: torch.device) -> str | None:
+    """Why the kernels of a loaded library do not start on a device, or None where an empty one did."""
+    driver, compiled = ctypes.c_int(), ctypes.c_int()
+    status = library.hf_comera_cuda_versions(ctypes.byref(driver), ctypes.byref(compiled))
+    if not status:
+        with on_device(device):
+            status = library.hf_comera_trial_launch(current_stream(device))
+    if not status:
+        return None
+    supported, needed = (f"{number.value // 1000}.{number.value % 1000 // 10}" for number in (driver, compiled))
+    reason = f"a trial launch on {device} failed: CUDA says {library.hf_comera_error_message(status).decode()!r}"
+    versions = f"the driver runs CUDA {supported} and older, nvcc here is of CUDA {needed}"
+    # within one major version, machine code of a newer toolkit runs on an older driver
+    if driver.value // 1000 >= compiled.value // 1000:
+        return f"{reason} ({versions})"
+    return (
+        f"{reason}; {versions}. Update the NVIDIA driver to one for CUDA {needed}, or put an nvcc of CUDA {supported} "
+        "or older first on the PATH: a library of its own is compiled then"
+    )
 
 
 @functools.cache

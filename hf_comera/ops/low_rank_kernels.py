@@ -10,8 +10,8 @@ CPU tensors go to the emulated kernels, which are for tests.
 import torch
 from torch import Tensor
 
-from hf_comera.ops.kernel_calls import current_stream, kernel_library, on_device, pointers
-from hf_comera.ops.kernels import check_status, kernels_refusal
+from hf_comera.ops.kernel_calls import current_stream, on_device, pointers
+from hf_comera.ops.kernels import check_status, kernel_library, kernels_refusal
 from hf_comera.ops.rank_activation import check_rank_activation
 
 __all__ = ["kernel_precision", "low_rank_linear", "low_rank_linear_backward", "low_rank_linear_refusal"]

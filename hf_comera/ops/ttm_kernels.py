@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_comera.ops.kernel_calls import current_stream, kernel_library, on_device, pointers
-from hf_comera.ops.kernels import check_status, kernels_refusal
+from hf_comera.ops.kernel_calls import current_stream, on_device, pointers
+from hf_comera.ops.kernels import check_status, kernel_library, kernels_refusal
 
 __all__ = ["lookup_refusal", "ttm_rows", "ttm_table_gradients"]
 

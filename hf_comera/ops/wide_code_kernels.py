@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_comera.ops.kernel_calls import current_stream, kernel_library, on_device, pointers
-from hf_comera.ops.kernels import check_status, kernels_refusal
+from hf_comera.ops.kernel_calls import current_stream, on_device, pointers
+from hf_comera.ops.kernels import check_status, kernel_library, kernels_refusal
 from hf_comera.ops.low_rank_kernels import kernel_precision
 from hf_comera.ops.wide_input import WideForm, WideInput
 

@@ -1,11 +1,12 @@
 """hf_comera/ops/kernels.py: names why there are no kernels, and what compiled ones take."""
 
+import contextlib
 import ctypes
 
 import pytest
 import torch
 
-from hf_comera.ops import kernels
+from hf_comera.ops import kernel_switch, kernels
 from hf_comera.ops.kernel_build import KernelBuild, KernelBuildError, find_nvcc
 from hf_comera.ops.kernels import (
     KernelResources,
@@ -13,6 +14,7 @@ from hf_comera.ops.kernels import (
     check_status,
     device_refusal,
     kernels_refusal,
+    launch_refusal,
     load_kernels,
 )
 
@@ -128,6 +130,62 @@ def test_builds_for_every_gpu_that_is_new_enough(monkeypatch, tmp_path):
     assert asked == ["sm_80", "sm_90a"]
 
 
+class PretendedLibrary:
+    """A library whose CUDA is of one version, on a driver of another, and whose launches end with a status."""
+
+    def __init__(self, driver, compiled, status):
+        self.driver, self.compiled, self.status, self.streams = driver, compiled, status, []
+
+    def hf_comera_cuda_versions(self, driver, compiled):
+        driver._obj.value, compiled._obj.value = self.driver, self.compiled
+        return 0
+
+    def hf_comera_trial_launch(self, stream):
+        self.streams.append(stream)
+        return self.status
+
+    def hf_comera_error_message(self, status):
+        return f"error {status}".encode()
+
+
+@pytest.mark.parametrize(
+    ("driver", "compiled", "status", "words"),
+    [
+        (13000, 13000, 0, []),
+        (13010, 12080, 0, []),
+        (12020, 12080, 0, []),  # compatible within a major version: only the launch decides
+        (12040, 13000, 35, ["'error 35'", "driver runs CUDA 12.4", "nvcc here is of CUDA 13.0", "Update", "PATH"]),
+        (13000, 13000, 209, ["'error 209'", "CUDA 13.0"]),
+    ],
+)
+def test_kernels_that_do_not_start_are_refused(driver, compiled, status, words):
+    library = PretendedLibrary(driver, compiled, status)
+    found = launch_refusal(library, torch.device("cpu"))
+    assert library.streams == [None]
+    assert (found is None) is (status == 0)
+    for word in words:
+        assert word in found
+    assert status == 35 or "Update" not in (found or "")
+
+
+def test_plain_torch_runs_where_kernels_do_not_start(monkeypatch, tmp_path, caplog):
+    """With a driver that is too old everything before the first launch works."""
+    library = PretendedLibrary(12040, 13000, 35)
+    pretend_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(kernel_switch, "_wanted", True)
+    monkeypatch.setattr(kernels, "is_built", lambda architecture: True)
+    monkeypatch.setattr(kernels, "build_library", lambda architecture: KernelBuild(tmp_path, tmp_path))
+    monkeypatch.setattr(kernels, "_load", lambda path: library)
+    monkeypatch.setattr(kernels, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(kernels, "current_stream", lambda device: 7)
+    for _ in range(3):
+        assert "driver runs CUDA 12.4" in kernels_refusal(GPU)
+    assert library.streams == [7]
+    assert caplog.text.count("plain torch runs in their place: a trial launch on cuda:0 failed") == 1
+    with pytest.raises(KernelBuildError, match=r"CUDA 12\.4"):
+        load_kernels(GPU)
+
+
 def test_error_codes_become_exceptions():
     class Library:
         @staticmethod
@@ -152,7 +210,7 @@ def test_kernels_of_aligned_sizes_do_not_spill(architecture, monkeypatch, tmp_pa
     linear = {"linear", "code_gradient", "product", "sum"}
     chains = {"halves", "last_link", "other_links"}
     wide = {"wide_code", "wide_code_gradient", "wide_feature_gradient", "wide_sum"}
-    assert names == linear | chains | wide | {"rows", "grad_rows", "table", "coat_adamw"}
+    assert names == linear | chains | wide | {"rows", "grad_rows", "table", "coat_adamw", "trial"}
     spilling = [row for row in rows if row.spilled_bytes and "any sizes" not in row.kernel]
     assert not spilling
     (library,) = tmp_path.rglob("*.so")
