@@ -22,7 +22,7 @@ from hf_comera.ops.kernel_build import (
     find_nvcc,
     is_built,
 )
-from hf_comera.ops.kernels import KernelResources, build_kernels, device_refusal, local_architectures
+from hf_comera.ops.kernels import KernelResources, build_kernels, device_refusal, kernels_refusal, local_architectures
 
 __all__ = ["app"]
 
@@ -41,7 +41,8 @@ app = typer.Typer(
 def doctor() -> None:
     """Show what hf_comera finds on this machine, and what to install for more.
 
-    Everything works without a GPU and without nvcc; the kernels only make a GPU faster. Nothing is compiled here.
+    Everything works without a GPU and without nvcc; the kernels only make a GPU faster. Nothing is compiled here;
+    where the kernels are built, an empty one is launched on each GPU.
     """
     table = Table("what", "found", title="hf_comera doctor")
     for row in (
@@ -152,7 +153,10 @@ def _kernels() -> str:
         return f"not built: {error}"
     if missing:
         return f"not built yet for {', '.join(missing)}; the first use will, in about a minute"
-    return f"built for {', '.join(architectures)}"
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    reasons = [kernels_refusal(device) for device in devices if device_refusal(device) is None]
+    built = f"built for {', '.join(architectures)}"
+    return next((f"{built}, but not used: {reason}" for reason in reasons if reason), built)
 
 
 def _advice() -> list[str]:

@@ -89,7 +89,10 @@ def test_doctor_says_whether_the_kernels_are_built(monkeypatch, tmp_path):
     assert "not built yet for sm_80" in output
     assert "nvcc needs a C++ compiler" in output
     monkeypatch.setattr(cli, "is_built", lambda architecture: True)
-    assert "built for sm_80" in run("doctor")[1]
+    monkeypatch.setattr(cli, "kernels_refusal", lambda device: None)
+    assert "built for sm_80 " in run("doctor")[1]
+    monkeypatch.setattr(cli, "kernels_refusal", lambda device: f"a trial launch on {device} failed")
+    assert "built for sm_80, but not used: a trial launch on cuda:0 failed" in run("doctor")[1]
 
 
 def test_doctor_names_a_gpu_that_is_too_old(monkeypatch):
