@@ -16,7 +16,7 @@ CALLS_IN_A_GRAPH = 20
 
 def use_format(name: str) -> torch.dtype:
     """Have products of float32 made in this format; returns the dtype of the operands."""
-    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if name == "tf32" else "ieee"
     return FORMATS[name]
 
 

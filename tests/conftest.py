@@ -32,8 +32,11 @@ def _fixed_seeds():
 
 @pytest.fixture(autouse=True)
 def _exact_products():
-    """Whatever the test before has left float32 products to be made of."""
+    """Whatever the test before has left float32 products to be made of, all settings are those of a new process."""
     torch.set_float32_matmul_precision("highest")
+    backends = torch.backends
+    for setting in (backends, backends.cudnn, backends.cuda.matmul, backends.mkldnn.matmul):
+        setting.fp32_precision = "none"
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from torch import nn
 from hf_comera.compress.family_costs import FamilyCost, embedding_cost, linear_cost
 from hf_comera.compress.speed_notes import speed_notes
 from hf_comera.modules import TensorTrainModule, TTLinear, TTMEmbedding
+from hf_comera.ops.float32_products import uses_tf32
 from hf_comera.tt.machine import CPU_THREAD, H200, H200_TF32, Machine, calibrated_cpu
 
 __all__ = ["Explanation", "explain"]
@@ -116,7 +117,7 @@ def explain(
 def default_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """What a model on ``device`` is predicted for."""
     if device.type == "cuda":
-        return H200_TF32 if torch.get_float32_matmul_precision() != "highest" else H200
+        return H200_TF32 if uses_tf32() else H200
     return CPU_THREAD if device.type == "mps" else calibrated_cpu(dtype)
 
 

@@ -10,6 +10,7 @@ CPU tensors go to the emulated kernels, which are for tests.
 import torch
 from torch import Tensor
 
+from hf_comera.ops.float32_products import uses_tf32
 from hf_comera.ops.kernel_calls import current_stream, on_device, pointers
 from hf_comera.ops.kernels import check_status, kernel_library, kernels_refusal
 from hf_comera.ops.rank_activation import check_rank_activation
@@ -120,5 +121,4 @@ def kernel_precision(x: Tensor) -> int:
     """The number of ``kernels/fragments.h``: bf16, tf32, or float32 as exact as it is without tensor cores."""
     if x.dtype == torch.bfloat16:
         return 0
-    # The one name that follows set_float32_matmul_precision, allow_tf32 and the newer settings alike.
-    return 1 if torch.backends.cuda.matmul.fp32_precision == "tf32" else 2
+    return 1 if uses_tf32() else 2

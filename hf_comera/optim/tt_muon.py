@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from hf_comera.modules import TTLinear
+from hf_comera.ops.float32_products import exact_float32_products
 from hf_comera.optim.families import Family, Train, families
 from hf_comera.optim.orthogonal_steps import orthogonal_steps
 from hf_comera.optim.param_groups import check_rate_and_decay, check_whole, other_param_groups, tensor_train_modules
@@ -228,13 +229,8 @@ def _train_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict
 @contextmanager
 def _exact_products(device_type: str) -> Iterator[None]:
     """Float32 products as such: Gram matrices square the condition, and TF32 or autocast would show in the steps."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device_type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    with exact_float32_products(), torch.autocast(device_type, enabled=False):
+        yield
 
 
 def _exact(tensors: list[Tensor]) -> list[Tensor]:

@@ -9,12 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
 
 from hf_comera import ComeraConfig, explain, get_comera_model
-from hf_comera.compress.explain import WIDTH
+from hf_comera.compress.explain import WIDTH, default_machine
 from hf_comera.modules import TTLinear, TTMEmbedding, unwritten_heads, wide_hidden
 from hf_comera.modules.fast_dropout import FastDropout
 from hf_comera.ops import kernel_switch
-from hf_comera.tt.machine import CPU_THREAD, H200
+from hf_comera.tt.machine import CPU_THREAD, H200, H200_TF32
 from tests.architectures import ARCHITECTURES
+from tests.ops.float32_settings import SETTINGS, choose
 
 # kinds of layers that are equal to each other: count, the last parts of their names
 FAMILIES = {
@@ -255,3 +256,10 @@ def test_layers_whose_siblings_are_no_longer_joined_have_a_row_of_their_own():
     queries = {label: extra for label, extra in found.items() if "self.query" in label}
     assert [("layer.1." in label, extra) for label, extra in queries.items()] == [(False, "joined"), (True, "")]
     assert any(label.endswith(" and 1 more") for label in queries)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_gpu_is_predicted_for_products_as_torch_is_set_to_make_them(name):
+    choose(name)
+    expected = H200_TF32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else H200
+    assert default_machine(torch.device("cuda"), torch.float32) is expected

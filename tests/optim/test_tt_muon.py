@@ -5,12 +5,16 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_comera import ComeraConfig, TTMuon, get_comera_model
 from hf_comera.modules import TTLinear
 from hf_comera.optim.orthogonalize import orthogonalize
 from hf_comera.optim.tt_muon import COHERENCE
 from tests.architectures import every_architecture
+from tests.ops.float32_settings import SETTINGS, choose
+
+aten = torch.ops.aten
 
 
 def layer(in_features=12, out_features=20, order=2, ranks=3, **settings):
@@ -180,21 +184,35 @@ def test_every_architecture_trains(architecture):
     assert losses[-1] < losses[0]
 
 
-def test_autocast_and_reduced_precision_do_not_reach_the_steps():
-    def stepped(precision, autocast):
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_autocast_and_reduced_precision_do_not_reach_the_steps(setting):
+    def stepped(setting, autocast):
         torch.manual_seed(0)
         module = TTLinear(48, 60, ranks=8)
         module(torch.randn(8, 48)).square().sum().backward()
-        torch.set_float32_matmul_precision(precision)
-        try:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                TTMuon(module, lr=1e-2).step()
-            assert torch.get_float32_matmul_precision() == precision
-        finally:
-            torch.set_float32_matmul_precision("highest")
-        return module.dense()
+        choose(setting)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), PrecisionOfProducts() as products:
+            TTMuon(module, lr=1e-2).step()
+        assert products.found
+        assert products.found <= {("ieee", "ieee"), ("ieee", "none"), ("none", "ieee"), ("none", "none")}
+        return module
 
-    assert torch.equal(stepped("medium", True), stepped("highest", False))
+    expected = stepped("none", False)
+    assert all(map(torch.equal, stepped(setting, True).parameters(), expected.parameters()))
+
+
+class PrecisionOfProducts(TorchDispatchMode):
+    """What each product of matrices could be made of, on a GPU and on a CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm):
+            backends = torch.backends
+            self.found.add((backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision))
+        return func(*args, **(kwargs or {}))
 
 
 def test_bfloat16_weights():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
+from transformers.utils.import_utils import enable_tf32
 
 from hf_comera import ComeraConfig, ComeraTrainer, RankAdaptation, TTMuon, get_comera_model, size_report
 from hf_comera.training import ComeraTrainerMixin
@@ -48,6 +49,18 @@ def test_it_learns(settings, tmp_path):
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(("tf32", "expected"), [(True, "tf32"), (False, "ieee")])
+def test_it_trains_where_the_arguments_set_tf32(tf32, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
+    enable_tf32.cache_clear()  # it sets nothing that it has set before in this process
+    args = arguments(tmp_path, max_steps=2, tf32=tf32)
+    assert torch.backends.fp32_precision == expected
+    trainer = ComeraTrainer(model=compressed(), args=args, train_dataset=examples())
+    trainer.train()
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+    assert torch.backends.cuda.matmul.fp32_precision == expected
 
 
 def test_resuming_from_a_checkpoint_is_bit_exact(tmp_path):
