@@ -1,6 +1,7 @@
 """``get_comera_model``: a compressed model from a live one, or from scratch without a dense weight in memory."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +40,8 @@ def get_comera_model(
 
     Returns:
         An ordinary Transformers model whose targeted layers are tensor trains, with the methods of
-        :class:`hf_comera.hub.model.ComeraModel`. A live model is returned as the same object.
+        :class:`hf_comera.hub.model.ComeraModel`. A live model is returned as the same object. A new one lives where
+        a dense one would: on the meta device within ``torch.device("meta")`` or Accelerate's ``init_empty_weights``.
 
     Where less than half of the parameters is in compressed layers, a warning names the largest parts that are not.
 
@@ -96,19 +98,23 @@ def _from_scratch(
     build = getattr(model_class, "from_config", None) or model_class._from_config
     with torch.random.fork_rng(devices=[]), _large_weights_on_meta():  # what is drawn here is drawn again below
         model = build(config, dtype=dtype) if dtype is not None else build(config)
-    compression = plan(model, comera_config)
+    compression, device = plan(model, comera_config), _device_of_new_parameters()
     stds = initial_stds(model)
     replace_layers(model, compression, device="meta")
-    model._apply(_allocate)
-    for thing in (*model.modules(), *model.parameters()):
-        thing.__dict__.pop("_is_hf_initialized", None)
-    with edits_left_out():
-        model.initialize_weights()
-    _draw(model, compression, stds)
+    if device.type != "meta":  # there nothing has values, as in a dense model
+        model._apply(functools.partial(_allocate, device=device))
+        _initialize(model, compression, stds)
     model.tie_weights()
-    _check_initialized(model)
     warn_if_mostly_dense(model)
     return attach(model.train(), comera_config)
+
+
+def _device_of_new_parameters() -> torch.device:
+    """Where layers that are made now have theirs: ``torch.device`` is not the only one to say so.
+
+    Accelerate's ``init_empty_weights`` moves each parameter when it is registered.
+    """
+    return nn.LayerNorm(1).weight.device
 
 
 @contextlib.contextmanager
@@ -132,11 +138,21 @@ def _large_weights_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _allocate(tensor: Tensor) -> Tensor:
+def _allocate(tensor: Tensor, device: torch.device) -> Tensor:
     """Memory for a meta tensor, filled with NaN so that a parameter which nothing initialises is found."""
     if not tensor.is_meta:
         return tensor
-    return torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, device="cpu")
+    return torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, device=device)
+
+
+def _initialize(model: PreTrainedModel, compression: CompressionPlan, stds: dict[str, float]) -> None:
+    """Draw values for all parameters, in the way of the architecture."""
+    for thing in (*model.modules(), *model.parameters()):
+        thing.__dict__.pop("_is_hf_initialized", None)
+    with edits_left_out():
+        model.initialize_weights()
+    _draw(model, compression, stds)
+    _check_initialized(model)
 
 
 def _check_initialized(model: PreTrainedModel) -> None:

@@ -109,7 +109,7 @@ class Session(TorchFunctionMode):
         if type(item) not in (Tensor, FakeTensor) or item.dtype != torch.float32 or not item.requires_grad:
             return item
         kind = item.device.type
-        if not torch.is_autocast_enabled(kind):
+        if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
             return item
         return self.__torch_function__(Tensor.to, (), (item, torch.get_autocast_dtype(kind)))
 

@@ -1,6 +1,6 @@
 """Which dtype an operator works in: autocast applies to activations and is kept away from the tiny chains of cores."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ __all__ = ["autocast_dtype", "autocast_input", "chain_dtype", "without_autocast"
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """The dtype that autocast wants ``x`` to have in matrix products on its device; that of ``x`` outside autocast."""
     device_type = x.device.type
+    if not torch.amp.is_autocast_available(device_type):  # asking the meta device whether it is on raises
+        return x.dtype
     if torch.is_autocast_enabled(device_type) and x.is_floating_point() and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device_type)
     return x.dtype
@@ -26,7 +28,10 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
     Autocast would round every core product to 16 bits; the operators round the finished halves once instead.
     """
-    return torch.autocast(x.device.type, enabled=False)
+    device_type = x.device.type
+    return (
+        torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
+    )
 
 
 def chain_dtype(core: Tensor) -> torch.dtype:
