@@ -35,13 +35,16 @@ def _all(names: str) -> Iterable[Callable[..., Any]]:
     return (getattr(owner, name) for name in names.split() for owner in _OWNERS if hasattr(owner, name))
 
 
+_FACTORIES = {*_all("zeros ones full arange")}
+"""Calls without tensors that can be told which dtype and device they have had."""
 _FUNCTIONS = {
     *_all("mul div true_divide neg pow square sqrt rsqrt reciprocal exp log log1p expm1 tanh sigmoid erf sin cos abs"),
     *_all("relu gelu silu leaky_relu elu mish hardswish hardsigmoid hardtanh relu6 softplus logsigmoid softsign"),
     *_all("clamp clamp_min clamp_max where masked_fill maximum minimum eq ne lt le gt ge logical_and logical_not"),
     *_all("logical_or bitwise_and bitwise_or bitwise_not to float half bfloat16 double type type_as int long bool"),
     *_all("softmax mean sum cat stack concat clone contiguous reshape flatten pad roll repeat repeat_interleave"),
-    *_all("zeros ones full arange zeros_like ones_like full_like new_zeros new_ones new_full tril triu cumsum"),
+    *_FACTORIES,
+    *_all("zeros_like ones_like full_like new_zeros new_ones new_full tril triu cumsum"),
     *_all("embedding index_select gather outer"),
     *_all(
         "__and__ __or__ __invert__ __rsub__ __rpow__ __rtruediv__ __rdiv__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__"
@@ -136,6 +139,8 @@ def kind_of(func: Any, tensors: Sequence[Tensor], out: Tensor) -> str | None:
     Returns:
         None for a call that cannot be made again, or would cost too much.
     """
+    if not tensors and func not in _FACTORIES:  # ``torch.div(7, 2)``, whose dtype is a setting of torch
+        return None
     if func in _SUMS:
         return "sums" if sum(tensor.shape == out.shape for tensor in tensors) > 1 else "functions"
     if func in _PRODUCTS:

@@ -56,6 +56,19 @@ def test_kinds(func, tensors, others, kind):
     assert kind_of(func, tensors, out) == kind
 
 
+@pytest.mark.parametrize(
+    ("func", "args", "kind"),
+    [
+        pytest.param(torch.full, ((2, 3), 0.5), "functions", id="full"),
+        pytest.param(torch.arange, (5,), "functions", id="arange"),
+        pytest.param(torch.div, (7, 2), None, id="division of numbers"),
+        pytest.param(torch.where, (torch.tensor(True), 1, 2), "functions", id="numbers beside a tensor"),
+    ],
+)
+def test_without_tensors_only_what_takes_a_dtype_and_a_device_is_made_again(func, args, kind):
+    assert kind_of(func, [arg for arg in args if isinstance(arg, torch.Tensor)], func(*args)) == kind
+
+
 def test_no_function_that_draws_is_made_again():
     names = ("bernoulli", "rand_like", "randn_like", "randint_like", "multinomial", "normal", "empty", "empty_like")
     for owner in (torch, torch.Tensor, functional):

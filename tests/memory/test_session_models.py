@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from transformers import AlbertConfig, AutoModelForMaskedLM
+from transformers import AlbertConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, LEDConfig, LongformerConfig
 
 from hf_comera import ComeraConfig, get_comera_model
 from hf_comera.memory import ActivationPolicy
-from tests.architectures import ARCHITECTURES, SIZES, WORDS, Architecture, every_architecture
+from tests.architectures import ARCHITECTURES, SIZES, VOCABULARY, WORDS, Architecture, every_architecture
 from tests.memory.policy_runs import EXACT, assert_same, run
 
 RATES = (
@@ -71,6 +71,34 @@ def test_layers_that_are_shared():
     model, inputs = model_of(albert, False, 0.1), albert.training_inputs()
     plain = run(model, inputs, None)
     for policy in EXACT.values():
+        assert_same(run(model, inputs, policy), plain)
+
+
+LONG = {
+    "longformer": Architecture(
+        AutoModelForMaskedLM, LongformerConfig(**SIZES, **WORDS, attention_window=[16, 16], pad_token_id=1), 0
+    ),
+    "led": Architecture(
+        AutoModelForSeq2SeqLM,
+        LEDConfig(
+            **{"d_model": 48, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96},
+            **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "attention_window": [16]},
+            **{"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64, **WORDS},
+        ),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("num_tokens", [9, 40])
+@pytest.mark.parametrize("is_compressed", [True, False], ids=["compressed", "dense"])
+@pytest.mark.parametrize("architecture", LONG.values(), ids=LONG)
+def test_attention_in_windows(architecture, is_compressed, num_tokens):
+    """Lengths are divided there by ``torch.div``, which is given no tensor; the first fits into one window."""
+    model, ids = model_of(architecture, is_compressed, 0.1, "eager"), torch.randint(2, VOCABULARY, (2, num_tokens))
+    inputs = {"input_ids": ids, "labels": ids}
+    plain = run(model, inputs, None)
+    for policy in ("rank", *EXACT.values()):
         assert_same(run(model, inputs, policy), plain)
 
 
