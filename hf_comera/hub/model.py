@@ -109,6 +109,18 @@ class ComeraModel:
         """
         return merge_and_unload(self)
 
+    def dequantize(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Transformers' name for :meth:`merge_and_unload`.
+
+        Args:
+            dtype: What the dense model is cast to; default is the dtype that the model has.
+
+        Raises:
+            ValueError: If a layer has a rank activation: no dense layer computes the same.
+        """
+        model = merge_and_unload(self)
+        return model if dtype is None else model.to(dtype)
+
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Not possible for a compressed embedding; raises unless nothing would change."""
         embedding = self.get_input_embeddings()

@@ -48,8 +48,41 @@ def test_merged_model_is_an_ordinary_one(architecture, tmp_path):
     assert not any(isinstance(m, TensorTrainModule) for m in loaded.modules())
 
 
+def loaded(architecture, folder):
+    compressed(architecture).save_pretrained(folder)
+    return architecture.auto_class.from_pretrained(folder)
+
+
+WAYS = {
+    "built": lambda architecture, folder: compressed(architecture),
+    "live": lambda architecture, folder: get_comera_model(architecture.new_model(), ComeraConfig(rank=4)),
+    "loaded": loaded,
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_dequantize_is_transformers_name_for_it(way, dtype, tmp_path):
+    architecture = ARCHITECTURES["gpt2"]
+    model = way(architecture, tmp_path)
+    merged = copy.deepcopy(model).merge_and_unload().to(dtype or model.dtype)
+    assert model.dequantize(dtype) is model
+    assert not is_comera_model(model)
+    assert not hasattr(model.config, "quantization_config")
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in merged.state_dict().items())
+    assert model.dtype == (dtype or torch.float32)
+
+
+MERGES = {
+    "call": merge_and_unload,
+    "method": lambda model: model.merge_and_unload(),
+    "dequantize": lambda model: model.dequantize(dtype=torch.bfloat16),
+}
+
+
 @every_architecture
-@pytest.mark.parametrize("merge", [merge_and_unload, lambda model: model.merge_and_unload()], ids=["call", "method"])
+@pytest.mark.parametrize("merge", MERGES.values(), ids=MERGES)
 def test_a_model_with_a_rank_activation_does_not_merge_and_stays_as_it_was(architecture, merge):
     model = compressed(architecture, rank_activation="silu")
     inputs, before = architecture.inputs(), dict(model.named_parameters())
