@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
-__all__ = ["NOTICE", "RECORDS", "SAVE_ID", "UNFINISHED", "atomic_save", "new_save_id", "stamped"]
+__all__ = ["NOTICE", "RECORDS", "SAVE_ID", "UNFINISHED", "atomic_save", "new_save_id", "stamped", "sync"]
 
 SAVE_ID, RECORDS = "hf_comera_save_id", "hf_comera_records"
 """Names in the metadata of safetensors files: of the id, and of digests of the records of layers that go with it."""
@@ -125,18 +125,18 @@ def _move_in(temporary: Path, target: Path, variant: str | None) -> None:
     """
     written = sorted(temporary.iterdir(), key=lambda path: (path.name == "config.json", path.suffix == ".json"))
     for path in written:
-        _sync(path)
+        sync(path)
     for path in written:
         if path.name == "config.json":
             _remove_stale_weights(target, {path.name for path in written}, variant)
         os.replace(path, target / path.name)
-        _sync(target)
+        sync(target)
     for left in target.glob(f"{UNFINISHED}*"):
         if left != temporary and time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Have the contents of a file, or the names in a folder, on the disk before anything that follows."""
     if path.is_dir() and os.name == "nt":  # folders cannot be opened there
         return

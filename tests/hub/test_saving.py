@@ -171,8 +171,8 @@ def test_new_files_are_on_the_disk_before_an_old_one_goes(tmp_path, monkeypatch)
     model = tiny_model(0)
     model.save_pretrained(tmp_path, **MANY)
     events = []
-    sync, replace, unlink = saving._sync, os.replace, Path.unlink
-    monkeypatch.setattr(saving, "_sync", lambda path: (events.append(("sync", path.name)), sync(path)))
+    sync, replace, unlink = saving.sync, os.replace, Path.unlink
+    monkeypatch.setattr(saving, "sync", lambda path: (events.append(("sync", path.name)), sync(path)))
     monkeypatch.setattr(saving.os, "replace", lambda *names: (events.append(("move", names[1].name)), replace(*names)))
     monkeypatch.setattr(Path, "unlink", lambda path: (events.append(("remove", path.name)), unlink(path)))
     model.save_pretrained(tmp_path)
@@ -194,7 +194,7 @@ def test_a_full_disk_is_told_in_a_sentence_and_leaves_nothing(tmp_path, monkeypa
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(saving, "_sync", full)
+    monkeypatch.setattr(saving, "sync", full)
     with pytest.raises(
         OSError, match=r"could not be saved \(No space left on device\).*still whole.*Make room"
     ) as raised:
