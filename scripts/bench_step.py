@@ -1,9 +1,10 @@
-"""Time a whole training step, tensor train against dense: the six-encoder BERT of the CoMERA paper, or a large one.
+"""Time a whole training step, tensor train against dense: the six-encoder BERT of the CoMERA paper, or another model.
 
     python scripts/bench_step.py
     python scripts/bench_step.py --dropout 0
     python scripts/bench_step.py --device cuda --dtype bf16 --graphs --batch 128x128
     python scripts/bench_step.py --device cuda --dtype bf16 --graphs --model bert-24x1024 --batch 16x512
+    python scripts/bench_step.py --device cuda --dtype bf16 --compile --model gpt2-12x768 --batch 8x512
 
 `--help` says what is compared and how to read the figures.
 """
@@ -20,23 +21,26 @@ from hf_comera.ops import use_kernels
 from hf_comera.ops.kernels import kernels_refusal
 from interleaved_timing import TENSOR_TRAIN, Comparison, benchmark_parser, report, time_interleaved
 from own_process import in_own_process
-from step_models import LARGE, MODELS, PAPER, build_models, print_plan
+from step_models import LARGE, MODELS, PAPER, build_models, print_plan, random_ids
 from step_timing import DTYPES, PreparedStep, prepare_step
 from training_size import training_peak
 
 DESCRIPTION = """\
-Forward, backward, optimizer and zero_grad of BertForSequenceClassification on
-random tokens, in tensor-train form and dense, in turns. bert-6x768 has six
-layers (hidden size 768, 12 heads, FFN 3072, 30522 tokens, 3 labels) and the
-factors and ranks of the CoMERA paper's experiment on MNLI; bert-24x1024 has 24
-(1024, 16 heads, FFN 4096) and ranks of 64. The plan is printed first. The
+Forward, backward, optimizer and zero_grad on random tokens, in tensor-train
+form and dense, in turns. bert-6x768 is a classifier of six layers (hidden size
+768, 12 heads, FFN 3072, 30522 tokens, 3 labels) with the factors and ranks of
+the CoMERA paper's experiment on MNLI; bert-24x1024 has 24 (1024, 16 heads, FFN
+4096) and ranks of 64. roberta-12x768 predicts 15 % of its tokens, gpt2-12x768
+the next one (ranks of 32); llama-1x4096 is one block of a decoder (4096, FFN
+11008, ranks of 64) with few tokens. The plan is printed first. The
 optimizer is fused AdamW for the dense model and TTMuon for the other;
 --optimizer adamw gives both AdamW. The dense model is the merged tensor-train
 one: both must give equal logits before anything is timed.
 
 With dropout the dense model draws as torch does, in one thread on a CPU, and
 the tensor train draws several entries at a time: compare --dropout 0. On a GPU,
-plain steps are bound by launches; with --graphs both models run as CUDA graphs.
+plain steps are bound by launches; with --graphs both models run as CUDA graphs,
+and with --compile both are compiled by torch.compile.
 The peak on a GPU is all memory that a form takes there, its graph included.
 """
 # How many times faster: by model, batch, dtype, dropout, device, and whether both steps are CUDA graphs.
@@ -85,6 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--graphs", action="store_true", help="steps of both models as CUDA graphs; needs --device cuda"
     )
+    parser.add_argument("--compile", action="store_true", help="both models through torch.compile")
     parser.add_argument(
         "--kernels", action="store_true", help="the tensor train takes our CUDA kernels; needs --device cuda"
     )
@@ -102,7 +107,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def compare(models: dict[str, PreTrainedModel], args: argparse.Namespace) -> Comparison:
     """Time one training step of both models."""
-    batch = random_batch(args.batch, torch.device(args.device))
+    batch = random_batch(args.batch, torch.device(args.device), args.model)
     prepared = {form: prepare(form, model, batch, args) for form, model in models.items()}
     timings = time_interleaved({form: ready.run for form, ready in prepared.items()}, args.rounds, label="step")
     tokens, extra = batch["input_ids"].numel(), {}
@@ -127,26 +132,29 @@ def compare(models: dict[str, PreTrainedModel], args: argparse.Namespace) -> Com
 
 def promised(args: argparse.Namespace) -> float | None:
     """The speed-up that is promised for a case, if one is."""
+    if args.compile:
+        return None
     return PROMISED.get((args.model, args.batch, args.dtype, args.dropout, args.device, args.graphs))
 
 
 def prepare(form: str, model: PreTrainedModel, batch: dict[str, Tensor], args: argparse.Namespace) -> PreparedStep:
     """The step of one form."""
     optimizer = args.optimizer if form == TENSOR_TRAIN else "adamw"
-    return prepare_step(model, optimizer, batch, dtype=args.dtype, graphs=args.graphs)
+    return prepare_step(model, optimizer, batch, dtype=args.dtype, graphs=args.graphs, compiled=args.compile)
 
 
 def peak(form: str, args: argparse.Namespace) -> int | None:
     """The most memory that one form takes on a CPU, for a process of its own."""
     model = build_models(args.model, args.dropout)[form]
-    step = prepare(form, model, random_batch(args.batch, torch.device(args.device)), args).plain
+    step = prepare(form, model, random_batch(args.batch, torch.device(args.device), args.model), args).plain
     return training_peak(step, step.model, [step.optimizer])
 
 
-def random_batch(size: str, device: torch.device) -> dict[str, Tensor]:
+def random_batch(size: str, device: torch.device, model: str = PAPER) -> dict[str, Tensor]:
     """Tokens without padding. On a GPU no mask is given, so that attention may take its fastest kernel."""
     rows, length = map(int, size.split("x"))
-    batch = {"input_ids": torch.randint(30522, (rows, length)), "labels": torch.randint(3, (rows,))}
+    ids, labels = random_ids(model, rows, length)
+    batch = {"input_ids": ids, "labels": labels}
     if device.type == "cpu":
         batch["attention_mask"] = torch.ones(rows, length, dtype=torch.long)
     return {name: tensor.to(device) for name, tensor in batch.items()}
@@ -163,6 +171,7 @@ def case_of(args: argparse.Namespace) -> dict[str, str | int | float]:
         "gpu": "" if args.device == "cpu" else torch.cuda.get_device_name(),
         "graphs": "yes" if args.graphs else "",
         "kernels": "yes" if args.kernels else "",
+        "compiled": "yes" if args.compile else "",
     }
 
 

@@ -7,7 +7,7 @@ _ENCODER = "inference, six-encoder BERT"
 _GENERATION = "32 tokens of generation, GPT-2 of six layers"
 # File, then the columns that tell its cases apart.
 COLUMNS = {
-    "bench_step": ("model", "tokens", "dtype", "dropout", "optimizer", "graphs", "kernels"),
+    "bench_step": ("model", "tokens", "dtype", "dropout", "optimizer", "graphs", "kernels", "compiled"),
     "bench_linear": ("shape", "dtype", "rows"),
     "bench_lookup": ("batch", "ids"),
     "bench_inference": ("model", "tokens", "dtype"),
@@ -20,6 +20,9 @@ def _step_names() -> dict[tuple[str, ...], str]:
         ("bert-6x768", "32x128"): "six-encoder BERT, 32 x 128 tokens",
         ("bert-6x768", "128x128"): "six-encoder BERT, 128 x 128 tokens",
         ("bert-24x1024", "16x512"): "BERT of 24 encoders 1024 wide, 16 x 512 tokens",
+        ("roberta-12x768", "8x512"): "masked RoBERTa of 12 layers, 8 x 512 tokens",
+        ("gpt2-12x768", "8x512"): "GPT-2 of 12 layers, 8 x 512 tokens",
+        ("llama-1x4096", "2x2048"): "decoder block 4096 wide, 2 x 2048 tokens",
     }
     settings = (
         {"tt_muon": "", "adamw": ", AdamW"},
@@ -27,6 +30,7 @@ def _step_names() -> dict[tuple[str, ...], str]:
         {"0.1": ", dropout 0.1", "0.0": ", no dropout"},
         {"": "", "yes": ", CUDA graphs"},
         {"": "", "yes": ", our kernels"},
+        {"": "", "yes": ", compiled"},
     )
     names = {}
     for parts in itertools.product(models.items(), *(setting.items() for setting in settings)):

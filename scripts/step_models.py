@@ -1,11 +1,23 @@
 """The models that bench_step.py times: a tensor train, and the dense model that computes the same."""
 
 import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    RobertaConfig,
+)
 
 from hf_comera import ComeraConfig, CompressionPlan, get_comera_model, size_report
 from hf_comera.compress import LayerPlan
@@ -13,9 +25,62 @@ from interleaved_timing import DENSE, TENSOR_TRAIN, check_agreement
 from six_encoders import DENSE_PARAMETERS, TARGETS, TENSOR_TRAIN_PARAMETERS, paper_shapes, six_encoders
 
 PAPER, LARGE = "bert-6x768", "bert-24x1024"
-MODELS = (PAPER, LARGE)
+MASKED, CAUSAL, DECODER = "roberta-12x768", "gpt2-12x768", "llama-1x4096"
+TINY_CLASSIFIER, TINY_MASKED, TINY_CAUSAL, TINY_DECODER = "tiny-bert", "tiny-roberta", "tiny-gpt2", "tiny-llama"
+MODELS = (PAPER, LARGE, MASKED, CAUSAL, DECODER)
+IGNORED, HIDDEN_SHARE = -100, 0.15  # label of a token that is not asked for; share of those that are, as in BERT
 _LARGE_SIZES = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
-_LARGE_RANK = 64
+_TINY_SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+_TINY_GPT2 = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 120, "n_positions": 64}
+# Of Llama's first model, with few tokens: what is measured is the block, not the head.
+_LLAMA_SIZES = {"num_hidden_layers": 1, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 11008}
+
+
+class _Case(NamedTuple):
+    auto_class: Any
+    new_config: Callable[[float], PreTrainedConfig]
+    """From the dropout."""
+    new_shapes: Callable[[], ComeraConfig]
+
+
+def _bert(**sizes: int) -> Callable[[float], PreTrainedConfig]:
+    return lambda dropout: six_encoders(hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **sizes)
+
+
+def _roberta(**sizes: int) -> Callable[[float], PreTrainedConfig]:
+    return lambda dropout: RobertaConfig(
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, max_position_embeddings=514, **sizes
+    )
+
+
+def _gpt2(**sizes: int) -> Callable[[float], PreTrainedConfig]:
+    return lambda dropout: GPT2Config(
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False, **sizes
+    )
+
+
+def _llama(**sizes: int) -> Callable[[float], PreTrainedConfig]:
+    return lambda _: LlamaConfig(vocab_size=512, use_cache=False, **sizes)
+
+
+_CASES = {
+    PAPER: _Case(AutoModelForSequenceClassification, _bert(), paper_shapes),
+    LARGE: _Case(
+        AutoModelForSequenceClassification,
+        _bert(**_LARGE_SIZES),
+        lambda: ComeraConfig(rank=64, target_modules=TARGETS),
+    ),
+    MASKED: _Case(AutoModelForMaskedLM, _roberta(vocab_size=50265), lambda: ComeraConfig(rank=32)),
+    CAUSAL: _Case(AutoModelForCausalLM, _gpt2(), lambda: ComeraConfig(rank=32)),
+    DECODER: _Case(AutoModelForCausalLM, _llama(**_LLAMA_SIZES), lambda: ComeraConfig(rank=64)),
+    # For tests, and for rehearsals of gpu_report.py.
+    TINY_CLASSIFIER: _Case(
+        AutoModelForSequenceClassification, _bert(vocab_size=120, **_TINY_SIZES), lambda: ComeraConfig(rank=4)
+    ),
+    TINY_MASKED: _Case(AutoModelForMaskedLM, _roberta(vocab_size=120, **_TINY_SIZES), lambda: ComeraConfig(rank=4)),
+    TINY_CAUSAL: _Case(AutoModelForCausalLM, _gpt2(**_TINY_GPT2), lambda: ComeraConfig(rank=4)),
+    TINY_DECODER: _Case(AutoModelForCausalLM, _llama(**_TINY_SIZES), lambda: ComeraConfig(rank=4)),
+}
 
 
 def build_models(name: str, dropout: float) -> dict[str, PreTrainedModel]:
@@ -24,8 +89,9 @@ def build_models(name: str, dropout: float) -> dict[str, PreTrainedModel]:
     Raises:
         RuntimeError: If a model has not as many parameters as it should, or the logits of the two differ.
     """
-    config, shapes = _config(name, dropout), _shapes(name)
-    tensor_train = get_comera_model(BertForSequenceClassification, shapes, config=config)
+    case = _CASES[name]
+    config = case.new_config(dropout)
+    tensor_train = get_comera_model(case.auto_class, case.new_shapes(), config=config)
     models = {DENSE: copy.deepcopy(tensor_train).merge_and_unload(), TENSOR_TRAIN: tensor_train}
     if name == PAPER:
         _check_sizes(models)
@@ -36,13 +102,16 @@ def build_models(name: str, dropout: float) -> dict[str, PreTrainedModel]:
     return models
 
 
-def _config(name: str, dropout: float) -> BertConfig:
-    sizes = _LARGE_SIZES if name == LARGE else {}
-    return six_encoders(hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **sizes)
-
-
-def _shapes(name: str) -> ComeraConfig:
-    return paper_shapes() if name == PAPER else ComeraConfig(rank=_LARGE_RANK, target_modules=TARGETS)
+def random_ids(name: str, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    """Token ids for a model, and labels as its task has them: classes, some of the tokens, or all of them."""
+    case = _CASES[name]
+    config = case.new_config(0.0)
+    ids = torch.randint(config.vocab_size, (rows, length))
+    if case.auto_class is AutoModelForSequenceClassification:
+        return ids, torch.randint(config.num_labels, (rows,))
+    if case.auto_class is AutoModelForMaskedLM:
+        return ids, ids.masked_fill(torch.rand(ids.shape) >= HIDDEN_SHARE, IGNORED)
+    return ids, ids
 
 
 def _check_sizes(models: dict[str, PreTrainedModel]) -> None:

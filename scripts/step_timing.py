@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from hf_comera import GraphedStep, TTMuon, comera_param_groups
 from interleaved_timing import saved_for_backward
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+COMPILER = "inductor"
 
 
 @dataclass
@@ -24,6 +26,8 @@ class Step:
     dtype: str
     optimizer_s: list[float] = field(default_factory=list)
     """Seconds of the optimizer, one for each plain step on a CPU; elsewhere it is not timed on its own."""
+    compiled: Callable[..., Any] | None = None
+    """The model as ``torch.compile`` made it, which runs in its place."""
 
     def __call__(self) -> None:
         """One plain step."""
@@ -38,7 +42,7 @@ class Step:
     def loss(self) -> Tensor:
         """The loss of the batch, under autocast for bf16."""
         with torch.autocast(self.device.type, DTYPES[self.dtype], enabled=self.dtype == "bf16"):
-            return self.model(**self.batch).loss
+            return (self.model if self.compiled is None else self.compiled)(**self.batch).loss
 
     def as_graph(self) -> Callable[[], None]:
         """The same as one replay of a CUDA graph.
@@ -82,7 +86,7 @@ class PreparedStep:
 
 
 def prepare_step(
-    model: nn.Module, optimizer: str, batch: dict[str, Tensor], *, dtype: str, graphs: bool
+    model: nn.Module, optimizer: str, batch: dict[str, Tensor], *, dtype: str, graphs: bool, compiled: bool = False
 ) -> PreparedStep:
     """Move the model to where the batch lies, and measure what it takes there.
 
@@ -92,12 +96,17 @@ def prepare_step(
         batch: Arguments of the model.
         dtype: A key of ``DTYPES``.
         graphs: Whether the step is to be a CUDA graph.
+        compiled: Whether ``torch.compile`` is to make the model's forward and backward; what autograd saves is counted
+            without it, where tensors can be told apart.
     """
     device = batch["input_ids"].device
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     model = model.to(device).train()
     step = Step(model, make_optimizer(model, optimizer), batch, dtype)
     saved_bytes = saved_for_backward(step.loss, model.parameters())
+    if compiled:
+        step.compiled = torch.compile(model, backend=COMPILER)
+        step()  # compiles; a graph is recorded of what this left
     if device.type != "cuda":
         return PreparedStep(step, saved_bytes, None, step)
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,5 +1,6 @@
 """scripts/bench_step.py and step_timing.py: the step that is timed, plain and as a graph, and what is refused."""
 
+import copy
 import re
 import sys
 
@@ -9,10 +10,21 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import bench_step
 import peak_memory
+import step_timing
 from hf_comera import ComeraConfig, get_comera_model
 from hf_comera.ops import kernel_switch
 from interleaved_timing import DENSE, TENSOR_TRAIN
-from step_models import LARGE, build_models
+from step_models import (
+    HIDDEN_SHARE,
+    IGNORED,
+    LARGE,
+    TINY_CAUSAL,
+    TINY_CLASSIFIER,
+    TINY_DECODER,
+    TINY_MASKED,
+    build_models,
+    random_ids,
+)
 from step_timing import Step, make_optimizer, prepare_step
 from tests.training.tape_capture import use_tape
 
@@ -44,6 +56,42 @@ def test_a_plain_step_trains(optimizer, dtype):
     assert ready.saved_bytes > 0
     assert ready.optimizer_s > 0
     assert ready.peak_bytes is None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch looks where a graph breaks
+@pytest.mark.parametrize("model", [TINY_MASKED, TINY_CAUSAL])
+def test_language_models_take_a_compiled_step(model, monkeypatch):
+    monkeypatch.setattr(step_timing, "COMPILER", "eager")  # all but the slow part of compiling
+    torch._dynamo.reset()
+    batch = bench_step.random_batch("2x8", torch.device("cpu"), model)
+    for form, built in build_models(model, dropout=0.0).items():
+        plain, compiled = (copy.deepcopy(built) for _ in range(2))
+        steps = [
+            prepare_step(each, "adamw", batch, dtype="fp32", graphs=False, compiled=each is compiled)
+            for each in (plain, compiled)
+        ]
+        steps[0].run()  # compiling takes a step
+        assert steps[0].saved_bytes == steps[1].saved_bytes, form
+        losses = [step.plain.loss().detach() for step in steps]
+        torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("model", [TINY_CLASSIFIER, TINY_DECODER])
+def test_other_models_take_a_step(model):
+    batch = bench_step.random_batch("2x8", torch.device("cpu"), model)
+    for built in build_models(model, dropout=0.1).values():
+        prepare_step(built, "adamw", batch, dtype="fp32", graphs=False).run()
+
+
+def test_labels_are_those_of_the_task():
+    ids, labels = random_ids(TINY_CAUSAL, 3, 9)
+    assert torch.equal(ids, labels)
+    ids, labels = random_ids(TINY_MASKED, 20, 50)
+    asked = labels != IGNORED
+    assert torch.equal(ids[asked], labels[asked])
+    assert asked.float().mean().item() == pytest.approx(HIDDEN_SHARE, abs=0.05)
+    ids, labels = random_ids(TINY_CLASSIFIER, 3, 9)
+    assert labels.shape == (3,)
 
 
 def test_a_graph_trains_as_plain_steps_do(monkeypatch):
@@ -96,7 +144,7 @@ def test_defaults_are_those_of_the_rows(monkeypatch):
     case = bench_step.case_of(parse(monkeypatch))
     assert case == {
         "model": "bert-6x768", "optimizer": "tt_muon", "dtype": "fp32", "dropout": 0.1, "tokens": "32x128",
-        "gpu": "", "graphs": "", "kernels": "",
+        "gpu": "", "graphs": "", "kernels": "", "compiled": "",
     }  # fmt: skip
 
 
@@ -108,6 +156,7 @@ def test_defaults_are_those_of_the_rows(monkeypatch):
         (["--dtype", "bf16"], 2.7),
         (["--batch", "8x128"], None),
         (["--model", "bert-24x1024"], None),
+        (["--compile"], None),
     ],
 )
 def test_promises(monkeypatch, words, ratio):
