@@ -52,14 +52,7 @@ def get_comera_model(
     Source:
         CoMERA, arXiv:2405.14377 (training in tensor-train form from the first step).
     """
-    if not isinstance(comera_config, ComeraConfig):
-        raise ValueError(
-            f"comera_config={comera_config!r} is needed as a ComeraConfig, for example ComeraConfig(rank=30)."
-        )
-    if comera_config.layers is not None:
-        raise ValueError(
-            "comera_config.layers is filled in by the library. Pass a fresh ComeraConfig with layers=None."
-        )
+    _check_fresh(comera_config)
     if isinstance(model, nn.Module):
         if config is not None or dtype is not None:
             raise ValueError(
@@ -78,6 +71,23 @@ def get_comera_model(
             'config=AutoConfig.from_pretrained("roberta-base").'
         )
     return _from_scratch(model, comera_config, config, dtype)
+
+
+def _check_fresh(comera_config: Any) -> None:
+    """Refuse what is no ``ComeraConfig`` of the user's own."""
+    if isinstance(comera_config, PreTrainedConfig):
+        raise ValueError(
+            f"comera_config is a {type(comera_config).__name__}, but a ComeraConfig is needed before it: "
+            "get_comera_model(AutoModelForMaskedLM, ComeraConfig(rank=30), config=config)."
+        )
+    if not isinstance(comera_config, ComeraConfig):
+        raise ValueError(
+            f"comera_config={comera_config!r} is needed as a ComeraConfig, for example ComeraConfig(rank=30)."
+        )
+    if comera_config.layers is not None:
+        raise ValueError(
+            "comera_config.layers is filled in by the library. Pass a fresh ComeraConfig with layers=None."
+        )
 
 
 def _compress(model: nn.Module, comera_config: ComeraConfig) -> PreTrainedModel:

@@ -100,6 +100,10 @@ def test_one_config_serves_two_models():
         (lambda: get_comera_model(nn.Linear(4, 4), ComeraConfig()), "Linear is not a Transformers PreTrainedModel"),
         (lambda: get_comera_model(ARCHITECTURES["gpt2"].new_model(), {"rank": 3}), "is needed as a ComeraConfig"),
         (
+            lambda: get_comera_model(AutoModelForMaskedLM, ARCHITECTURES["bert-mlm"].new_config()),
+            "^comera_config is a BertConfig, but a ComeraConfig is needed before it: get_comera_model.*config=config",
+        ),
+        (
             lambda: get_comera_model(
                 ARCHITECTURES["gpt2"].new_model(), ComeraConfig(), config=ARCHITECTURES["gpt2"].new_config()
             ),
