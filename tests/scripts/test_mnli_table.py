@@ -1,10 +1,16 @@
-"""scripts/mnli_table.py: runs that differ in the seed alone are one line, with mean and spread."""
+"""scripts/mnli_table.py: runs that differ in the seed alone are one line, and pages quote the rows that are kept."""
+
+import csv
+import re
+import statistics
 
 import pytest
 
 import mnli_table
-from interleaved_timing import replace_rows
+from interleaved_timing import RESULTS, replace_rows
 from nli_results import ROW_IDENTITY
+
+STEPS_PER_EPOCH = 677
 
 
 def row(seed, accuracy, **changes):
@@ -45,3 +51,51 @@ def test_missing_file_says_how_to_make_one(tmp_path, capsys):
     with pytest.raises(SystemExit):
         mnli_table.main([str(tmp_path / "none.csv")])
     assert "--results_file" in capsys.readouterr().err
+
+
+def quoted(page, heading):
+    """Lines of the table whose headings begin like this: cells without bold type."""
+    text = (RESULTS.parents[1] / page).read_text(encoding="utf-8")
+    lines = text[text.index(heading) :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.replace("**", "")[1:-1].split("|")] for line in lines]
+
+
+def kept(model, epochs, rate, ratio):
+    """Accuracies in percent of the runs that a line of a page is about, by seed."""
+    with (RESULTS / "train_mnli.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    dense_size = max(int(row["parameters"]) for row in rows)
+    found = [
+        row
+        for row in rows
+        if model.startswith(row["shapes"])
+        and int(row["steps"]) == STEPS_PER_EPOCH * int(epochs)
+        and rate in ("", f"{float(row['learning_rate']):.0e}".replace("e-0", "e-"))
+        and f"{dense_size / int(row['parameters']):.0f}x" == ratio
+    ]
+    return {row["seed"]: float(row["accuracy_test"]) * 100 for row in found}
+
+
+def figures(cell):
+    return re.findall(r"\d+\.\d", cell)
+
+
+def test_the_readme_has_mean_range_and_standard_error_of_the_rows():
+    lines = quoted("README.md", "| model | epochs | fewer parameters |")
+    assert len(lines) == 7
+    for model, epochs, ratio, cell in lines:
+        found = list(kept(model, epochs, "", ratio).values())
+        error = statistics.stdev(found) / len(found) ** 0.5
+        wanted = [statistics.fmean(found), min(found), max(found), error]
+        assert figures(cell) == [f"{value:.1f}" for value in wanted], model
+
+
+def test_the_page_on_ranks_has_mean_and_seeds_of_the_rows():
+    lines = quoted("docs/ranks.md", "| model | epochs | rate | seeds |")
+    assert len(lines) == 14
+    for model, epochs, rate, num_seeds, _, _, ratio, *_, cell in lines:
+        found = kept(model, epochs, rate, ratio)
+        mean, *seeds = figures(cell)
+        assert len(found) == int(num_seeds), model
+        assert mean == f"{statistics.fmean(found.values()):.1f}", model
+        assert not seeds or {f"{value:.1f}" for value in found.values()} <= set(seeds), model
