@@ -5,16 +5,20 @@ emulation for tests. A build is keyed by sources, compiler and architecture, wri
 into it, under a file lock: several processes build once.
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from filelock import FileLock
+
+from hf_comera.ops.kernel_cache import KernelBuildError, cache_folder, check_library, make_own_folder
 
 __all__ = [
     "KernelBuild",
@@ -32,10 +36,6 @@ __all__ = [
 DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
 INSTALL_NVCC = "Install the CUDA toolkit 12 or newer (https://developer.nvidia.com/cuda-downloads) or set CUDA_HOME."
 FLAGS = ["-std=c++17", "-c"]
-
-
-class KernelBuildError(RuntimeError):
-    """The kernels cannot be built here; the message says what is missing or what the compiler said."""
 
 
 class KernelBuild(NamedTuple):
@@ -69,13 +69,6 @@ def sources_folder() -> Path:
     )
 
 
-def cache_folder() -> Path:
-    """``$HF_COMERA_CACHE``, else ``hf_comera`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``."""
-    if own := os.environ.get("HF_COMERA_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hf_comera"
-
-
 def find_nvcc() -> str | None:
     """The CUDA compiler: on the path, in ``$CUDA_HOME`` or ``$CUDA_PATH``, or in the usual place; None if nowhere."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), str(DEFAULT_CUDA_HOME)]
@@ -102,7 +95,7 @@ def build_library(architecture: str) -> KernelBuild:
 
     Raises:
         ValueError: If it is older than ``sm_80`` or no such name.
-        KernelBuildError: If nvcc is missing or fails.
+        KernelBuildError: If nvcc is missing or fails, or others may write to the cache.
     """
     return _build(_nvcc(architecture))
 
@@ -112,16 +105,21 @@ def is_built(architecture: str) -> bool:
 
     Raises:
         ValueError: As ``build_library``.
-        KernelBuildError: If nvcc is missing, whose version is part of the key.
+        KernelBuildError: If nvcc is missing, whose version is part of the key, or others may write to the cache.
     """
-    return _place(_nvcc(architecture)).library.is_file()
+    library = _place(_nvcc(architecture)).library
+    with _told_of_the_cache(library):
+        if not library.is_file():
+            return False
+        check_library(library)
+    return True
 
 
 def build_emulated_library() -> KernelBuild:
     """The same sources compiled for the CPU, slow and exact about layouts; for tests.
 
     Raises:
-        KernelBuildError: If g++ is missing or fails.
+        KernelBuildError: If g++ is missing or fails, or others may write to the cache.
     """
     program = find_gcc()
     if program is None:
@@ -158,19 +156,27 @@ def _place(compiler: _Compiler) -> KernelBuild:
 
 def _build(compiler: _Compiler) -> KernelBuild:
     build = _place(compiler)
-    if build.library.is_file():
-        return build
     folder, parent = build.library.parent, build.library.parents[1]
+    with _told_of_the_cache(build.library):
+        make_own_folder(parent)
+        if not build.library.is_file():
+            with FileLock(parent / f"{folder.name}.lock"):
+                if not build.library.is_file():
+                    _compile_into(folder, compiler, build.library.name)
+        check_library(build.library)
+    return build
+
+
+@contextlib.contextmanager
+def _told_of_the_cache(library: Path) -> Iterator[None]:
+    """Errors of the file system as one that says what to do."""
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(parent / f"{folder.name}.lock"):
-            if not build.library.is_file():
-                _compile_into(folder, compiler, build.library.name)
+        yield
     except OSError as error:
         raise KernelBuildError(
-            f"the cache {parent} cannot be written: {error}. Set HF_COMERA_CACHE to a folder that can be."
+            f"the cache {library.parents[1]} cannot be read and written: {error}. Set HF_COMERA_CACHE to a folder "
+            "that can be."
         ) from error
-    return build
 
 
 def _key(compiler: _Compiler) -> str:
@@ -187,7 +193,7 @@ def _compile_into(folder: Path, compiler: _Compiler, library: str) -> None:
     sources = sorted(sources_folder().glob("*.cu"))
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as name:
         work = Path(name) / "build"
-        work.mkdir()
+        work.mkdir(mode=0o700)
         objects = [work / f"{source.stem}.o" for source in sources]
         commands = [
             [compiler.program, *compiler.compile, str(source), "-o", str(target)]
@@ -199,6 +205,7 @@ def _compile_into(folder: Path, compiler: _Compiler, library: str) -> None:
         (work / "build.log").write_text("".join(logs), encoding="utf-8")
         for path in objects:
             path.unlink()
+        (work / library).chmod(0o700)  # linkers leave it to the umask
         work.rename(folder)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_comera.ops.kernel_build import KernelBuildError, build_emulated_library, build_library, is_built
+from hf_comera.ops.kernel_cache import load_library
 from hf_comera.ops.kernel_calls import current_stream, on_device
 from hf_comera.ops.kernel_switch import kernels_are_wanted
 
@@ -257,7 +258,7 @@ def _architecture(device: torch.device) -> str:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
+    library = load_library(path)
     for name, signature in SIGNATURES.items():
         result, *arguments = [TYPES[letter] for letter in signature.replace(" ", "")]
         function = getattr(library, name)

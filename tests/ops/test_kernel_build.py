@@ -134,17 +134,6 @@ def test_refuses_other_architectures(name):
         build_library(name)
 
 
-def test_the_cache_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.delenv("HF_COMERA_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "hf_comera"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "hf_comera"
-    monkeypatch.setenv("HF_COMERA_CACHE", "~/own")
-    assert cache_folder() == tmp_path / "own"
-
-
 def test_says_that_the_sources_are_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_build, "__file__", str(tmp_path / "hf_comera" / "ops" / "kernel_build.py"))
     with pytest.raises(KernelBuildError, match=r"portable\.h"):
