@@ -23,6 +23,7 @@ from hf_comera.optim.coat_state import (
     store_moment,
 )
 from hf_comera.optim.flat_groups import FlatGroups, local_part
+from hf_comera.optim.moved_state import check_saved_shapes
 from hf_comera.optim.saved_groups import take_saved_groups
 
 __all__ = ["CoatAdamW"]
@@ -111,7 +112,7 @@ class CoatAdamW(torch.optim.Optimizer):
 
         Raises:
             ValueError: If it is the state of an optimizer without these moments, of one that maximizes or has a third
-                moment, or of parameters with other names.
+                moment, or of parameters with other names or shapes; nothing is changed then.
         """
         for name in ("maximize", "amsgrad"):
             if any(group.get(name) for group in state_dict["param_groups"]):
@@ -139,7 +140,13 @@ class CoatAdamW(torch.optim.Optimizer):
 
     def _prepared(self, loaded: dict[str, Any]) -> dict[str, Any]:
         """What is about to be loaded, after other hooks, into groups of its own."""
+        before = self.param_groups[:]
         take_saved_groups(self, loaded["param_groups"])
+        try:
+            check_saved_shapes(self, loaded, MOMENTS)
+        except ValueError:
+            self.param_groups[:] = before
+            raise
         return loaded
 
     def plain_state(self, parameter: Tensor) -> dict[str, Any]:

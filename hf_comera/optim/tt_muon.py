@@ -12,8 +12,10 @@ from torch.optim.adamw import adamw
 from hf_comera.modules import TTLinear
 from hf_comera.ops.float32_products import exact_float32_products
 from hf_comera.optim.families import Family, Train, families
+from hf_comera.optim.moved_state import check_saved_shapes, follow
 from hf_comera.optim.orthogonal_steps import orthogonal_steps
 from hf_comera.optim.param_groups import check_rate_and_decay, check_whole, other_param_groups, tensor_train_modules
+from hf_comera.tt.norms import finite_norms
 
 __all__ = ["COHERENCE", "TTMuon"]
 
@@ -22,6 +24,12 @@ COHERENCE = 0.55
 
 Seen on linear layers of a small GPT-2 and a small RoBERTa: 0.5 to 0.9 in the first two steps. It then falls to 0.1 to
 0.2, as gradients agree less; the steps here fall with their certainty to about the same.
+"""
+
+HUGE = 2.0**30
+"""Norm of a momentum from which on it is scaled down to this, as squares and products are made of it.
+
+Its scale does not matter to the step; below, where gradients normally are, nothing is changed.
 """
 
 
@@ -109,14 +117,20 @@ class TTMuon(torch.optim.Optimizer):
         """Load a state as it was saved.
 
         Raises:
-            ValueError: If it is that of another optimizer.
+            ValueError: If it is that of another optimizer, or of other ranks or shapes; nothing is changed then.
         """
         if not all("trains" in group for group in state_dict["param_groups"]):
             raise ValueError(
                 "The state is not one of TTMuon: its groups do not say which cores belong together. Load a state that "
                 "TTMuon saved, or train on with the optimizer that saved this one."
             )
-        super().load_state_dict(state_dict)
+        check = self.register_load_state_dict_pre_hook(
+            lambda _, loaded: check_saved_shapes(self, loaded, ("momentum_buffer", "exp_avg", "exp_avg_sq"))
+        )  # the last of the hooks: one before it may drop removed layers
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            check.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also on loading a state and copying: families are made again when they are needed."""
@@ -141,11 +155,11 @@ class TTMuon(torch.optim.Optimizer):
     def _step_family(self, family: Family, trains: list[Train], group: dict[str, Any]) -> None:
         """Step trains of equal factors together."""
         cores = [[train.cores[place] for train in trains] for place in range(len(trains[0].cores))]
-        momenta = self._momenta([cores[place] for place in family.places], family, group)
+        momenta, certainty = self._momenta([cores[place] for place in family.places], family, group)
         steps = orthogonal_steps(family, _exact(family.all_cores.pack(cores)), momenta)
         moving = [cores[place] for place in family.moving]
         bound = group["lr"] * COHERENCE * math.sqrt(trains[0].entries)
-        sizes = self._certainty(moving) * family.part * -bound
+        sizes = torch.stack([certainty[place] for place in family.moving]) * family.part * -bound
         parts = family.moving_cores.unpack([step * size for step, size in zip(steps, sizes, strict=True)])
         kept = 1 - group["lr"] * group["weight_decay"] / len(family.places)
         decayed = [core for place in family.places for core in cores[place]]
@@ -154,31 +168,36 @@ class TTMuon(torch.optim.Optimizer):
         parts = [part.view_as(core).to(core.dtype) for part, core in zip(parts, stepped, strict=True)]
         torch._foreach_add_(stepped, parts)
 
-    def _momenta(self, places: list[list[nn.Parameter]], family: Family, group: dict[str, Any]) -> list[Tensor]:
-        """Advance the momenta of cores and look ahead along them; stacked, one for each place."""
+    def _momenta(
+        self, places: list[list[nn.Parameter]], family: Family, group: dict[str, Any]
+    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """Advance the momenta of cores and look ahead along them; stacked, one for each place, and how sure they are.
+
+        The certainty of a place, ``(trains, 1, 1, 1)`` from 0 to 1, is how far the last gradients of its cores agree:
+        the norm of their mean over the mean of their norms; both began at zero, so they are too small alike.
+        """
         cores = [core for of_place in places for core in of_place]
         for core in cores:
             if core not in self.state:
                 buffer = torch.zeros_like(core, memory_format=torch.preserve_format)
                 self.state[core] = {"momentum_buffer": buffer, "mean_norm": core.new_zeros(())}
+            follow(core, self.state[core], "momentum_buffer")
         states, gradients = [self.state[core] for core in cores], [core.grad for core in cores]
         buffers, means = ([state[key] for state in states] for key in ("momentum_buffer", "mean_norm"))
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        torch._foreach_lerp_(means, torch._foreach_norm(gradients), 1 - group["momentum"])
         stacks = family.cores_with_gradient
         joined = _exact([stacks.join([gradients]), stacks.join([buffers])])
-        return stacks.spread(torch.lerp(*joined, group["momentum"]))
-
-    def _certainty(self, places: list[list[nn.Parameter]]) -> Tensor:
-        """How far the last gradients of each core agree, ``(places, trains, 1, 1, 1)`` from 0 to 1.
-
-        The norm of their mean over the mean of their norms; both began at zero, so they are too small alike.
-        """
-        states = [self.state[core] for cores in places for core in cores]
-        norms = torch._foreach_norm([state["momentum_buffer"] for state in states])
-        means = torch.stack([state["mean_norm"] for state in states])
-        certainty = torch.stack(norms) / means.clamp_min(torch.finfo(means.dtype).tiny)
-        return certainty.float().clamp_max(1.0).view(len(places), -1, 1, 1, 1)
+        of_gradients, of_buffers = (finite_norms(stacks.cut(each)) for each in joined)
+        largest = torch.finfo(means[0].dtype).max
+        norms = of_gradients.clamp_max(largest).to(means[0].dtype).unbind()
+        torch._foreach_lerp_(means, norms, 1 - group["momentum"])
+        mean_norms = torch.stack(means).to(of_buffers.dtype)
+        certainty = (of_buffers / mean_norms.clamp_min(torch.finfo(mean_norms.dtype).tiny)).clamp_max(1.0)
+        scales = (torch.maximum(of_gradients, of_buffers) / HUGE).clamp_min(1.0)
+        certainties, scales = (each.view(len(places), -1, 1, 1, 1) for each in (certainty, scales))
+        momenta = stacks.spread(torch.lerp(*joined, group["momentum"]))
+        scaled = [momentum / scale for momentum, scale in zip(momenta, scales, strict=True)]
+        return scaled, dict(zip(family.places, certainties, strict=True))
 
     def _step_others(self, group: dict[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -188,6 +207,7 @@ class TTMuon(torch.optim.Optimizer):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            follow(parameter, state, "exp_avg")
         states = [self.state[parameter] for parameter in parameters]
         adamw(
             parameters,

@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_comera.modules import TensorTrainModule
 from hf_comera.training.plain_state import plain_state, set_plain_state
 from hf_comera.tt.canonical import canonical_bases, to_basis
+from hf_comera.tt.norms import finite_norms
 
 __all__ = ["check_moments", "to_canonical_basis"]
 
@@ -108,7 +109,7 @@ def _move_moments(state: dict[str, Any], core: Tensor, change: _Change) -> None:
         value = state[key]
         if not isinstance(value, Tensor) or value.shape != core.shape:
             continue
-        norm = value.norm()
+        norm = finite_norms([value])[0]
         is_step = key in _PARAMETERS | _SQUARES_OF_STEPS | _SIZES_OF_STEPS
         if key == "momentum_buffer" and "square_avg" in state:  # RMSprop's is no gradient, but a step
             is_step = True
@@ -117,7 +118,7 @@ def _move_moments(state: dict[str, Any], core: Tensor, change: _Change) -> None:
             factors = tuple(None if part is None else part.square() for part in factors)
         value.copy_(to_basis(value.square(), *factors).sqrt() if key in _SIZES else to_basis(value, *factors))
         if key == "momentum_buffer" and "mean_norm" in state:  # TTMuon's certainty is the ratio of both
-            state["mean_norm"].mul_(value.norm() / norm.clamp_min(torch.finfo(norm.dtype).tiny))
+            state["mean_norm"].mul_(finite_norms([value])[0] / norm.clamp_min(torch.finfo(norm.dtype).tiny))
 
 
 def _reciprocal(gate: Tensor) -> Tensor:

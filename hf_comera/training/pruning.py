@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from hf_comera.modules import TensorTrainModule
 from hf_comera.training.plain_state import plain_state, set_plain_state
 from hf_comera.tt.gates import slice_core
+from hf_comera.tt.norms import finite_norms
 
 __all__ = ["cut_ranks", "drop_removed", "drop_removed_when_loading"]
 
@@ -139,6 +140,6 @@ def _replace(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parame
             for key, value in state.items()
         }
         if "mean_norm" in state and new.numel() > 0:  # TTMuon's certainty is the ratio of both
-            norms = [part["momentum_buffer"].norm() for part in (sliced, state)]
+            norms = finite_norms([part["momentum_buffer"] for part in (sliced, state)])
             sliced["mean_norm"] = state["mean_norm"] * norms[0] / norms[1].clamp_min(1e-30)
         set_plain_state(optimizer, new, sliced)

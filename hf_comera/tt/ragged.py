@@ -58,6 +58,10 @@ class RaggedStacks:
         flat = [tensor.reshape(-1) for tensors in stacks for tensor in tensors]
         return torch.cat([*flat, flat[0].new_zeros(1)] if self.is_padded else flat)
 
+    def cut(self, joined: Tensor) -> list[Tensor]:
+        """The entries of each tensor, in one row, of what :meth:`join` gave; no copies."""
+        return list(joined.split([*self._sizes, 1] if self.is_padded else self._sizes))[: len(self._sizes)]
+
     def spread(self, joined: Tensor) -> list[Tensor]:
         """The stacked tensors of what :meth:`join` gave."""
         flat = joined.index_select(0, self._spread) if self.is_padded else joined

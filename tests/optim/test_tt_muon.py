@@ -250,3 +250,28 @@ def test_closure_is_evaluated():
 def test_bad_settings_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         TTMuon(layer(), **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("scale", [2.0**50, 2.0**66, 2.0**100, 2.0**120])
+def test_large_gradients_are_steps_as_any(scale, dtype):
+    torch.manual_seed(0)
+    module = nn.ModuleList([TTLinear(12, 20, ranks=4, bias=False), TTLinear(12, 20, ranks=3)]).to(dtype)
+    gradients = [torch.randn_like(parameter) for parameter in module.parameters()]
+
+    def stepped(*scales):
+        trained = copy.deepcopy(module)
+        optimizer = TTMuon(trained, lr=1e-2)
+        for each in scales:
+            for parameter, gradient in zip(trained.parameters(), gradients, strict=True):
+                parameter.grad = each * gradient
+            optimizer.step()
+        return dict(trained.named_parameters())
+
+    expected = stepped(1.0, 1.0)
+    for name, found in stepped(scale, scale).items():
+        if "core" in name:
+            torch.testing.assert_close(
+                found, expected[name], rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-5
+            )
+    assert all(found.isfinite().all() for found in stepped(1.0, scale, 1.0, 1e-3).values())
