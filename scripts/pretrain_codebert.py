@@ -10,6 +10,7 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -25,11 +26,11 @@ from model_setup import load_config, longest_sequence
 from pretrain_report import print_outcome
 from pretrain_settings import Settings, parse_settings
 from rank_outcome import show_ranks
-from run_checkpoint import open_folder, read_history, remove_checkpoints
+from run_checkpoint import open_folder, remove_checkpoints
 from run_metrics import write_metrics
 from run_setup import Data, prepare_data, prepare_run
-from run_start import describe_devices, launch_command, make_accelerator, say_how_to_resume, shut_down
-from train_loop import History, Run, train
+from run_start import describe_devices, launch_command, make_accelerator, resume_command, say_how_to_resume, shut_down
+from train_loop import Run, train
 from user_errors import run_script
 
 SCRIPT = "scripts/pretrain_codebert.py"
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = parse_settings(arguments)
     accelerator = start(settings)
     console = Console(quiet=not accelerator.is_main_process, soft_wrap=True)
-    checkpoint = open_folder(accelerator, settings.training)
+    checkpoint = open_folder(accelerator, settings.training, partial(resume_command, SCRIPT, arguments))
     config = load_config(settings.model, settings.data.max_seq_length)
     max_seq_length = check_length(settings.data.max_seq_length, longest_sequence(config))
     console.print(f"Data: {describe_source(settings.data)}")
@@ -59,9 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = prepare_run(accelerator, settings, config, data)
     describe(run, data, settings, console)
     if checkpoint is not None:
-        history = read_history(checkpoint, run.identity)
-        accelerator.load_state(str(checkpoint))
-        run.history = History(**history)
+        run.resume(checkpoint)
         console.print(f"Resuming from {checkpoint}, after step {run.step}.")
     complete = train(run)
     if complete and accelerator.is_main_process:

@@ -53,11 +53,9 @@ def assemble_run(
     model, optimizer = accelerator.prepare(model, optimizer)
     # The schedule is not prepared: Accelerate would advance it once per process and step.
     scheduler = get_scheduler(training.lr_scheduler_type, optimizer, count_warmup(training, total_steps), total_steps)
-    accelerator.register_for_checkpointing(scheduler)
     adapter = None
     if adaptation is not None:
         adapter = make_adapter(training, model, optimizer, adaptation, total_steps)
-        accelerator.register_for_checkpointing(adapter)
     facts = {"total_steps": total_steps, "data": fingerprint, "processes": accelerator.num_processes}
     return Run(
         accelerator=accelerator, model=model, optimizer=optimizer, scheduler=scheduler, batches=batches,

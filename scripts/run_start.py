@@ -62,10 +62,15 @@ def shut_down(accelerator: Accelerator, run: Run) -> None:
 
 def say_how_to_resume(run: Run, script: str, arguments: Sequence[str], console: Console) -> None:
     """Print that the run was interrupted, and the command that goes on with it."""
-    resume = launch_command(script, [*without_resume(arguments), "--resume_from_checkpoint", "latest"])
+    resume = resume_command(script, arguments, "latest")
     console.print(
         f"\nInterrupted after step {run.step} of {run.total_steps}; everything is saved. Go on with:\n  {resume}"
     )
+
+
+def resume_command(script: str, arguments: Sequence[str], checkpoint: str | os.PathLike[str]) -> str:
+    """The shell command that goes on from ``checkpoint`` with a run that ``arguments`` started."""
+    return launch_command(script, [*without_resume(arguments), "--resume_from_checkpoint", str(checkpoint)])
 
 
 def launch_command(script: str, arguments: Sequence[str]) -> str:

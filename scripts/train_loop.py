@@ -18,7 +18,7 @@ from epoch_batches import EpochBatches
 from hf_comera import RankAdapter
 from interrupt import Interrupt
 from loop_settings import LoopSettings
-from run_checkpoint import save_checkpoint
+from run_checkpoint import Stateful, load_checkpoint, read_history, restore_folder, save_checkpoint
 from training_size import bytes_by_kind
 
 Batch = dict[str, Tensor]
@@ -94,9 +94,25 @@ class Run:
         """Write a checkpoint of this very moment."""
         return save_checkpoint(
             self.accelerator, self.folder, self.step,
-            identity=self.identity, history=asdict(self.history), keep=self.settings.save_total_limit,
-            kept_folder=self.kept_folder,
+            identity=self.identity, history=asdict(self.history), stateful=self._stateful,
+            keep=self.settings.save_total_limit, kept_folder=self.kept_folder,
         )  # fmt: skip
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            ValueError: If another run wrote it.
+        """
+        history = read_history(checkpoint, self.identity)
+        load_checkpoint(self.accelerator, checkpoint, self._stateful)
+        self.history = History(**history)
+        if self.kept_folder is not None:
+            restore_folder(self.accelerator, checkpoint, self.kept_folder)
+
+    @property
+    def _stateful(self) -> dict[str, Stateful]:
+        return {"schedule": self.scheduler} | ({"ranks": self.adapter} if self.adapter else {})
 
 
 def train(run: Run) -> bool:

@@ -14,6 +14,7 @@ four encoders, at most 256 wide, on a mix of other public pairs (docs/ranks.md).
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 from transformers import AutoModelForSequenceClassification
@@ -26,9 +27,9 @@ from nli_data import describe_source
 from nli_results import measure, print_results, write_results
 from nli_setup import Data, prepare_data, prepare_run
 from rank_outcome import show_ranks
-from run_checkpoint import open_folder, read_history, remove_checkpoints, restore_folder
-from run_start import describe_devices, launch_command, make_accelerator, say_how_to_resume, shut_down
-from train_loop import History, Run, train
+from run_checkpoint import open_folder, remove_checkpoints
+from run_start import describe_devices, launch_command, make_accelerator, resume_command, say_how_to_resume, shut_down
+from train_loop import Run, train
 from user_errors import run_script
 
 SCRIPT = "scripts/train_mnli.py"
@@ -51,15 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     accelerator = make_accelerator(settings.training, "train_mnli", settings.as_dict())
     disable_progress_bar()  # of Transformers, for each model that is kept: it would break up that of the steps
     console = Console(quiet=not accelerator.is_main_process, soft_wrap=True)
-    checkpoint = open_folder(accelerator, settings.training)
+    checkpoint = open_folder(accelerator, settings.training, partial(resume_command, SCRIPT, arguments))
     data = prepare_data(accelerator, settings)
     run = prepare_run(accelerator, settings, data)
     describe(run, data, settings, console)
     if checkpoint is not None:
-        history = read_history(checkpoint, run.identity)
-        accelerator.load_state(str(checkpoint))
-        run.history = History(**history)
-        restore_folder(accelerator, checkpoint, run.folder / "best")
+        run.resume(checkpoint)
         console.print(f"Resuming from {checkpoint}, after step {run.step}.")
     complete = train(run)
     if complete:

@@ -6,6 +6,7 @@ is loaded (:mod:`hf_comera.hub.checkpoint`), and the files that are still to be 
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -20,7 +21,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
-__all__ = ["NOTICE", "RECORDS", "SAVE_ID", "UNFINISHED", "atomic_save", "new_save_id", "stamped", "sync"]
+__all__ = [
+    "NOTICE",
+    "RECORDS",
+    "SAVE_ID",
+    "UNFINISHED",
+    "atomic_save",
+    "disk_refusal",
+    "new_save_id",
+    "stamped",
+    "sync",
+]
 
 SAVE_ID, RECORDS = "hf_comera_save_id", "hf_comera_records"
 """Names in the metadata of safetensors files: of the id, and of digests of the records of layers that go with it."""
@@ -33,6 +44,9 @@ Only letters and commas, since some architectures read names as regular expressi
 
 UNFINISHED = ".saving-"
 """How the names of folders begin in which a save is being written."""
+
+_OF_TORCH = ("PytorchStreamWriter", "inline_container", "Parent directory")
+"""In errors of ``torch.save`` where the disk is full or the folder is gone."""
 
 ABANDONED_SECONDS = 3600
 """Folders of saves that are older than this are removed by the next save: no save takes so long."""
@@ -73,15 +87,30 @@ def atomic_save(save: Callable[..., Any], directory: str | os.PathLike[str], opt
             _move_in(temporary, target, options.get("variant"))
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as error:
-        if error.strerror is None:  # not of the operating system: of the Hub, or of safetensors
+    except Exception as error:
+        refusal = disk_refusal(error)
+        if refusal is None:
             raise
-        raise type(error)(
-            error.errno,
-            f"The model could not be saved ({error.strerror}); the checkpoint that was there is still whole. Make "
+        raise OSError(
+            refusal[0],
+            f"The model could not be saved ({refusal[1]}); the checkpoint that was there is still whole. Make "
             "room, or give a folder that can be written",
             str(target),
         ) from error
+
+
+def disk_refusal(error: BaseException) -> tuple[int, str] | None:
+    """Number and words of what the operating system refused; None if it was something else that went wrong.
+
+    Libraries in Rust name it in their own errors, and ``torch.save`` says no more than that it could not write.
+    """
+    if isinstance(error, OSError):
+        return None if error.errno is None else (error.errno, os.strerror(error.errno))
+    if code := re.search(r"\(os error (\d+)\)", str(error)):
+        return int(code[1]), os.strerror(int(code[1]))
+    if any(words in str(error) for words in _OF_TORCH):
+        return errno.EIO, str(error).partition("\n")[0]
+    return None
 
 
 @contextlib.contextmanager

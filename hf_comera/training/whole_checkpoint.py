@@ -5,17 +5,14 @@ that loses power, leaves it there whole or not at all. What happens to its files
 """
 
 import contextlib
-import errno
 import hashlib
 import json
-import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_comera.hub.saving import sync
+from hf_comera.hub.saving import disk_refusal, sync
 
 __all__ = ["MANIFEST", "UNFINISHED", "checkpoint_step", "checkpoints", "damage", "drop_old", "newest_whole", "writing"]
 
@@ -27,8 +24,6 @@ UNFINISHED = "_unfinished"
 
 _PREFIX = "checkpoint-"
 _VERSION = 1
-_OF_TORCH = ("PytorchStreamWriter", "inline_container", "Parent directory")
-"""In errors of ``torch.save``, which says of a full disk or a lost folder no more than that."""
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -122,7 +117,7 @@ def writing(
     except BaseException as error:
         if is_main:
             shutil.rmtree(home, ignore_errors=True)
-        if told := _disk_error(error, final):
+        if told := _told(error, final):
             raise told from error
         raise
     wait()
@@ -150,7 +145,7 @@ def drop_old(newest: Path, limit: int | None, keep: Path | None = None) -> None:
 
 def _list_files(checkpoint: Path, facts: dict[str, Any]) -> None:
     """Have all files on the disk, and then the list of them."""
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint / MANIFEST)
     for path in files:
         sync(path)
     listed = {
@@ -181,18 +176,12 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _disk_error(error: BaseException, final: Path) -> OSError | None:
-    """One sentence of what the disk refused; None if it was something else that went wrong."""
-    number, reason = errno.EIO, str(error).partition("\n")[0]
-    if isinstance(error, OSError) and error.errno is not None:
-        number, reason = error.errno, error.strerror or reason
-    elif code := re.search(r"\(os error (\d+)\)", reason):  # of safetensors
-        number, reason = int(code[1]), os.strerror(int(code[1]))
-    elif not any(words in str(error) for words in _OF_TORCH):
+def _told(error: BaseException, final: Path) -> OSError | None:
+    """What the disk refused, in one sentence with the remedy; None if it was something else that went wrong."""
+    refusal = disk_refusal(error)
+    if refusal is None:
         return None
     before = [path.name for path in checkpoints(final.parent) if path.name != final.name][-1:]
     there = f"resume from {before[0]}, the newest that is there" if before else "start again, for none is there yet"
-    return OSError(
-        number, f"A checkpoint could not be written ({reason}): make room, or see to it that {final.parent} can be "
-        f"written, and {there}", str(final),
-    )  # fmt: skip
+    words = f"A checkpoint could not be written ({refusal[1]}): make room, or see to it that {final.parent} can be "
+    return OSError(refusal[0], f"{words}written, and {there}", str(final))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForMaskedLM, BertConfig
 
 from hf_comera import ComeraConfig, add_rank_gates, get_comera_model
@@ -186,13 +187,20 @@ def test_new_files_are_on_the_disk_before_an_old_one_goes(tmp_path, monkeypatch)
     assert events[-1] == ("sync", tmp_path.name)
 
 
-def test_a_full_disk_is_told_in_a_sentence_and_leaves_nothing(tmp_path, monkeypatch):
+FULL = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+]
+
+
+@pytest.mark.parametrize("error", FULL, ids=lambda error: type(error).__name__)
+def test_a_full_disk_is_told_in_a_sentence_and_leaves_nothing(error, tmp_path, monkeypatch):
     model = tiny_model(0)
     model.save_pretrained(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
     monkeypatch.setattr(saving, "sync", full)
     with pytest.raises(
