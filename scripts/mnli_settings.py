@@ -20,7 +20,7 @@ The checkpoint that is best on the validation pairs is kept and measured on the 
 On MNLI, whose test labels are secret, both validation sets are the test, and a part of the training pairs chooses the
 checkpoint. Premises of that part are in no training pair.
 The rows in scripts/results/train_mnli.csv are of four encoders, at most 256 wide, on a mix of other public pairs. They
-are not of MNLI, and not of six encoders: neither has been trained with this script.
+are not of MNLI, and not of six encoders: no figures of either are kept.
 """
 
 
