@@ -1,9 +1,12 @@
 """Calls of the CUDA kernels of an embedding in tensor-train form: rows from half tables, gradients of the tables.
 
-Sizes follow from shapes alone and nothing is read back from the device, so both can be captured in a CUDA graph.
+Sizes follow from shapes alone and nothing is read back from the device, so both can be captured in a CUDA graph. They
+grow with the ids and with the rows of the two tables, not with the vocabulary.
 """
 
-# Shapes here: those of ops/ttm_tables.py; T = ids (any axes), E = embedding size, V = vocabulary.
+# Shapes here: those of ops/ttm_tables.py; T = ids (any axes), E = embedding size.
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,27 +89,79 @@ def ttm_table_gradients(
     """
     _check(ids, left, right, grad.dtype)
     (left_rows, hidden, rank), (right_rows, _, columns) = left.shape, right.shape
+    limit = left_rows * right_rows
+    ids = ids.reshape(-1).to(torch.int64)
+    outside = (ids < 0) | (ids >= num_embeddings)
+    if padding_idx is not None:
+        outside |= ids == padding_idx
+    # ids that get no gradient come last, as ids that no table has
+    sorted_ids, order = torch.sort(ids.masked_fill(outside, limit), stable=True)
+    grad_rows = _gradient_rows(grad.reshape(-1, grad.shape[-1]).contiguous(), order, sorted_ids, limit)
+    keys, places = _distinct(sorted_ids, limit)
     left_AHR = _padded(left, 2).contiguous()
     right_BKR = _padded(right.transpose(1, 2), 2).contiguous()
-    padded_rank, padded_hidden = left_AHR.shape[2], _padded_hidden(left)
-    library = kernel_library(left.device)
-    # Distinct ids without `unique`, whose result has a size that only the device knows.
-    sorted_ids, order = torch.sort(ids.reshape(-1).to(torch.int64), stable=True)
-    starts = torch.searchsorted(sorted_ids, torch.arange(num_embeddings + 1, device=ids.device))
-    grad = grad.reshape(-1, grad.shape[-1]).contiguous()
-    grad_rows = left.new_empty(grad.shape)
-    num_shares = library.hf_comera_ttm_shares()
-    left_shares = left.new_empty(num_shares, left_rows, padded_hidden, padded_rank)
-    right_shares = left.new_empty(num_shares, right_rows, padded_rank, columns)
-    tensors = (grad, order, sorted_ids, starts, grad_rows, left_AHR, right_BKR, left_shares, right_shares)
-    counts = (len(order), num_embeddings, -1 if padding_idx is None else padding_idx)
-    sizes = (hidden, padded_rank, columns, left_rows, right_rows, grad.shape[-1])
-    with on_device(left.device):
-        status = library.hf_comera_ttm_gradients(
-            *pointers(*tensors), *counts, *sizes, grad.dtype == torch.bfloat16, current_stream(left.device)
+    sizes = (hidden, left_AHR.shape[2], columns)
+    left_part = _TableGradient(True, grad_rows, keys, places, left_rows, right_rows)
+    turned = torch.where(keys < limit, keys % right_rows * left_rows + keys // right_rows, limit)
+    turned, turn = torch.sort(turned)
+    right_part = _TableGradient(False, grad_rows, turned, places[turn], right_rows, left_rows)
+    dleft = left_part.compute(right_BKR, (_padded_hidden(left), left_AHR.shape[2]), sizes)
+    dright = right_part.compute(left_AHR, (left_AHR.shape[2], columns), sizes)
+    return dleft[:, :hidden, :rank], dright[:, :rank]
+
+
+def _gradient_rows(grad: Tensor, order: Tensor, sorted_ids: Tensor, limit: int) -> Tensor:
+    """Sums of the rows of ``grad`` of each id, at its first place in sorted order; elsewhere nothing to be read."""
+    grad_rows = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
+    library = kernel_library(grad.device)
+    with on_device(grad.device):
+        status = library.hf_comera_ttm_grad_rows(
+            *pointers(grad, order, sorted_ids, grad_rows),
+            *(len(order), limit, grad.shape[1], grad.dtype == torch.bfloat16),
+            current_stream(grad.device),
         )
-    check_status(library, status, "ttm_table_gradients")
-    return left_shares.sum(0)[:, :hidden, :rank], right_shares.sum(0)[:, :rank]
+    check_status(library, status, "ttm_grad_rows")
+    return grad_rows
+
+
+def _distinct(sorted_ids: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+    """Each id once, and its first place; then ``limit``. Not ``unique``, of whose size only the device would know."""
+    is_first = torch.ones_like(sorted_ids, dtype=torch.bool)
+    is_first[1:] = sorted_ids[1:] != sorted_ids[:-1]
+    numbers = torch.arange(1, len(sorted_ids) + 1, device=sorted_ids.device)
+    places = torch.searchsorted(is_first.cumsum(0), numbers)
+    return pad(sorted_ids, (0, 1), value=limit)[places], places
+
+
+class _TableGradient(NamedTuple):
+    """Gradient of one half table, from the distinct ids in the order of its rows."""
+
+    is_left: bool
+    grad_rows: Tensor
+    keys: Tensor
+    """Row of this table times ``num_others``, plus row of the other table."""
+    places: Tensor
+    num_rows: int
+    num_others: int
+
+    def compute(self, other: Tensor, shape: tuple[int, int], sizes: tuple[int, int, int]) -> Tensor:
+        """With the other table; ``shape`` is that of a row of the gradient, ``sizes`` are H, R (padded) and K."""
+        device = self.keys.device
+        library = kernel_library(device)
+        firsts = torch.arange(0, self.num_rows * self.num_others + 1, self.num_others, device=device)
+        bounds = torch.searchsorted(self.keys, firsts)
+        num_pieces = -(-len(self.keys) // library.hf_comera_ttm_entries())
+        partials = self.grad_rows.new_empty(self.num_rows + num_pieces, *shape)
+        result = self.grad_rows.new_empty(self.num_rows, *shape)
+        with on_device(device):
+            status = library.hf_comera_ttm_table_gradient(
+                self.is_left,
+                *pointers(self.grad_rows, self.keys, self.places, bounds, other, partials, result),
+                *(len(self.keys), self.num_rows, self.num_others, *sizes, self.grad_rows.shape[1]),
+                current_stream(device),
+            )
+        check_status(library, status, "ttm_table_gradient")
+        return result
 
 
 def _padded(table: Tensor, axis: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_comera.ops.ttm_kernels import lookup_refusal, ttm_rows, ttm_table_gradients
 from tests.kernels.kernel_errors import assert_as_exact, between_nans
@@ -15,6 +17,7 @@ TABLES = [
     pytest.param(3, 40, 20, 4, 150, 12, 6000, 9, id="several-parts-of-a-table-row"),
     pytest.param(20, 2, 4, 30, 2, 600, 4, 0, id="no-ids"),
 ]
+PRECISIONS = (torch.float32, torch.float64)
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -54,14 +57,16 @@ def gradients(sizes, num_embeddings, embedding_dim, num_ids, with_padding, dtype
     found = ttm_table_gradients(between_nans(grad), ids, left, right, num_embeddings, padding_idx)
     assert [each.shape for each in found] == [left.shape, right.shape]
 
-    def reference(precision):
-        tables = [table.to(precision).requires_grad_() for table in (left, right)]
-        table = dense(*tables, num_embeddings, embedding_dim)
-        rows = torch.nn.functional.embedding(ids, table, padding_idx=padding_idx)
-        return torch.autograd.grad(rows, tables, grad.to(precision))
+    references = [plain_gradients(grad, ids, left, right, num_embeddings, padding_idx, each) for each in PRECISIONS]
+    return [torch.cat([each.flatten() for each in pair]) for pair in (found, *references)]
 
-    both = found, reference(torch.float32), reference(torch.float64)
-    return [torch.cat([each.flatten() for each in pair]) for pair in both]
+
+def plain_gradients(grad, ids, left, right, num_embeddings, padding_idx, precision):
+    """Both tables' gradients through the dense table."""
+    tables = [table.to(precision).requires_grad_() for table in (left, right)]
+    table = dense(*tables, num_embeddings, grad.shape[-1])
+    rows = torch.nn.functional.embedding(ids, table, padding_idx=padding_idx)
+    return torch.autograd.grad(rows, tables, grad.to(precision))
 
 
 @pytest.mark.parametrize("dtype", NAMES, ids=str)
@@ -75,6 +80,60 @@ def test_gradients(a, h, r, b, k, num_embeddings, embedding_dim, num_ids, with_p
         for _ in range(num_draws)
     ]
     assert_as_exact("fp32", *[torch.cat(parts) for parts in zip(*draws, strict=True)])
+
+
+# how often which ids stand among others; a block sums 32 places, a thread reads the sums of 8 blocks at once
+RUNS = {
+    "one-id": {3: 700},
+    "from-piece-to-piece": {0: 32, 5: 64, 7: 32, 19: 33},
+    "begins-and-ends-inside-pieces": {0: 31, 3: 600, 9: 5},
+    "one-place-into-the-next-piece": {0: 31, 3: 2, 9: 95},
+    "ends-with-the-eighth-piece-after": {0: 20, 3: 12 + 8 * 32, 9: 40},
+    "one-more": {0: 20, 3: 12 + 8 * 32 + 1},
+    "two-long-ones": {0: 1, 3: 300, 4: 299, 19: 1},
+    "half-of-it-padding": {2: 400, 3: 100, 4: 300},
+}
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=str)
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
+def test_gradients_of_ids_that_are_everywhere(runs, dtype, kernels):
+    left, right = make_tables((4, 15, 3, 5, 10), kernels)
+    ids = torch.tensor([number for number, count in runs.items() for _ in range(count)])
+    ids = ids[torch.randperm(len(ids))].to(kernels)
+    grad = torch.randn(len(ids), 150, device=kernels).to(dtype)
+    found = ttm_table_gradients(between_nans(grad), ids, left, right, 20, padding_idx=2)
+    plain, exact = (plain_gradients(grad, ids, left, right, 20, 2, precision) for precision in PRECISIONS)
+    assert_as_exact("fp32", *[torch.cat([each.flatten() for each in pair]) for pair in (found, plain, exact)])
+
+
+def test_a_vocabulary_of_ten_million_costs_nothing(kernels):
+    num_embeddings, side = 10_000_000, 3163
+    left, right = make_tables((side, 2, 4, side, 2), kernels)
+    ids = torch.cat([torch.randint(0, num_embeddings, (40,)), torch.tensor([0, num_embeddings - 1] * 20)]).to(kernels)
+    grad = torch.randn(len(ids), 4, device=kernels)
+    with LargestTensor() as largest:
+        rows = ttm_rows(ids, left, right, num_embeddings, 4, torch.float32)
+        found = ttm_table_gradients(grad, ids, left, right, num_embeddings)
+    assert largest.numel < 3 * max(left.numel(), right.numel()) < num_embeddings / 100
+    tables = [table.double().requires_grad_() for table in (left, right)]
+    exact = torch.bmm(tables[0][ids // side], tables[1][ids % side]).flatten(1)
+    torch.testing.assert_close(rows, exact.float())
+    for one, other in zip(found, torch.autograd.grad(exact, tables, grad.double()), strict=True):
+        torch.testing.assert_close(one, other.float())
+
+
+class LargestTensor(TorchDispatchMode):
+    """Entries of the largest tensor that an operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        for result in pytree.tree_leaves(results):
+            if isinstance(result, torch.Tensor):
+                self.numel = max(self.numel, result.numel())
+        return results
 
 
 def test_any_axes_of_ids_and_small_integers(kernels):
