@@ -64,6 +64,7 @@ DEVICE void set_word(Operand& operand, int index, uint32_t bits) {
   if constexpr (P == BF16) {
     operand.word[0][index] = bits;
   } else {
+    // FP32: of an infinity the low part is NaN, and so are sums with it; docs/kernels.md says so, NOTES.md why.
     operand.word[0][index] = to_tf32(float_of(bits));
     if constexpr (P == FP32) operand.word[1][index] = to_tf32(float_of(bits) - float_of(operand.word[0][index]));
   }

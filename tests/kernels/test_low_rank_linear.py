@@ -106,3 +106,20 @@ def test_nothing_but_the_results_is_written(kernels, monkeypatch):
     for buffer in buffers:
         assert (buffer[:128] == 7).all()
         assert (buffer[-128:] == 7).all()
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), 3.4028e38, float("nan")], ids=str)
+def test_overflows_where_torch_does(value, name, kernels):
+    """What is not finite in torch is not finite here: the same, but NaN for infinity where parts are subtracted."""
+    x, left, right = (torch.rand(shape, device=kernels) + 1 for shape in ((40, 24), (16, 24), (16, 20)))
+    x[3, 5], x[35, 20] = value, value
+    x, left, right = (each.to(DTYPES[name]) for each in (x, left, right))
+    with precision(name):
+        found = low_rank_linear(x, left, right, None)
+        code = product(name, x, left.T)
+        expected = (product(name, code, right), code)
+    for one, other in zip(found, expected, strict=True):
+        if name == "fp32":
+            one, other = (torch.where(each.isfinite(), each, float("nan")) for each in (one, other))
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=0, equal_nan=True)
