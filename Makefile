@@ -43,11 +43,14 @@ test-slow: check  ## the same with the slow tests
 test-gpu: $(STAMP)  ## the tests that need a CUDA device, alone
 	$(PYTEST) -m gpu
 
-# Without torch's cache memcheck sees where each tensor ends, but no graph can be captured.
-sanitize-gpu: $(STAMP)  ## the tests of the kernels on a GPU under compute-sanitizer: memcheck, then racecheck
+# Without torch's cache a tool sees where each tensor ends and what was never written, but no graph can be captured.
+sanitize-gpu: $(STAMP)  ## the tests of the kernels on a GPU under compute-sanitizer, with each of its four tools
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 $(PYTEST) -m gpu tests/kernels \
 		-k "not captured"
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool initcheck --error-exitcode 1 $(PYTEST) -m gpu tests/kernels \
+		-k "not captured"
 	$(SANITIZER) --tool racecheck --error-exitcode 1 $(PYTEST) -m gpu tests/kernels
+	$(SANITIZER) --tool synccheck --error-exitcode 1 $(PYTEST) -m gpu tests/kernels
 
 bench: $(STAMP)  ## run every benchmark script, one after the other
 	@set -e; for script in scripts/bench_*.py; do echo "$$script"; $(BIN)/python $$script; done

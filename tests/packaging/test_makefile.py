@@ -1,0 +1,31 @@
+"""Makefile: what its targets run, as `make -n` tells."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def commands(target):
+    """Lines that ``make target`` would run, with continued ones joined."""
+    folder = Path(__file__).parents[2]
+    told = subprocess.run(["make", "-n", target], cwd=folder, capture_output=True, text=True, check=True).stdout
+    return told.replace("\\\n", " ").splitlines()
+
+
+def test_kernels_run_under_every_tool_of_the_sanitizer():
+    lines = [line for line in commands("sanitize-gpu") if "--tool" in line]
+    assert [line.split("--tool ")[1].split()[0] for line in lines] == [
+        "memcheck",
+        "initcheck",
+        "racecheck",
+        "synccheck",
+    ]
+    for line in lines:
+        assert "--error-exitcode 1" in line  # else findings are printed and passed over
+        assert "-m gpu tests/kernels" in line
+    # torch's cache would hide where a tensor ends, and that its memory was never written
+    assert ["PYTORCH_NO_CUDA_MEMORY_CACHING=1" in line for line in lines] == [True, True, False, False]
