@@ -32,7 +32,7 @@ def planned_path(
         ranks: One per inner bond; the middle one is rounded up as its halves are.
         rows: Rows of the input.
         dtype: In which the layer computes.
-        on_gpu: Whether speeds assumed are those of a GPU.
+        on_gpu: Whether speeds assumed are those of a GPU: of an H200, for every GPU.
         training: Whether backward counts.
     """
     in_factors, out_factors, in_features, out_features = sizes
