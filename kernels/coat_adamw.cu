@@ -13,6 +13,7 @@ constexpr int STEP_THREADS = 256;
 constexpr int STEP_WARPS = STEP_THREADS / 32;
 constexpr int MAX_TENSORS = 48;  // of a launch: arguments of a kernel are at most 4 KB
 constexpr float LARGEST = 448.0f, SMALLEST = 0.001953125f, BINARY_ORDERS = 17.807354922057606f;  // log2(448 / 2^-9)
+constexpr float MOST = 9223372036854775808.0f;  // 2^63, of an entry of a gradient: its square is finite
 constexpr float LEAST_EXPONENT = 0.5f, MOST_EXPONENT = 128.0f;
 
 // One parameter and what is kept of it; 64-bit throughout, as the caller lays it out.
@@ -133,7 +134,8 @@ DEVICE void step_group(const Step& a, const Parameter& p, const Group& group) {
 #pragma unroll
   for (int i = 0; i < MINE; i++) {
     if (!group.has(i)) continue;
-    const float gradient = read(p.gradient, a.gradient_is_bf16, group.place(i));
+    float gradient = read(p.gradient, a.gradient_is_bf16, group.place(i));
+    if (fabsf(gradient) < INFINITY) gradient = fminf(fmaxf(gradient, -MOST), MOST);
     first[i] = between(first[i], gradient, rule.weight_1);
     second[i] = second[i] * rule.beta_2 + rule.weight_2 * gradient * gradient;
     const float denominator = (sqrtf(second[i]) / root_2 + rule.eps) * correction_1;

@@ -24,9 +24,13 @@ from hf_comera.optim.coat_state import (
 )
 from hf_comera.optim.flat_groups import FlatGroups, local_part
 from hf_comera.optim.moved_state import check_saved_shapes
+from hf_comera.optim.param_groups import check_not_negative
 from hf_comera.optim.saved_groups import take_saved_groups
 
 __all__ = ["CoatAdamW"]
+
+MOST = 2.0**63
+"""Larger entries of gradients count as this, also in ``kernels/coat_adamw.cu``: codes have no infinity."""
 
 
 class CoatAdamW(torch.optim.Optimizer):
@@ -199,7 +203,7 @@ def _step_together(pieces: list[Piece], group: dict[str, Any]) -> None:
     exact = torch.promote_types(values[0].dtype, torch.float32)
     steps = flat.spread([each["step"] for each in tensors])
     corrections = [_correction(steps, beta) for beta in group["betas"]]
-    gradients = flat.gather([each["gradient"] for each in tensors]).to(exact)
+    gradients = _bounded(flat.gather([each["gradient"] for each in tensors]).to(exact))
     first, second = (load_moment(flat, key, tensors).to(exact) for key in MOMENTS)
     beta_1, beta_2 = group["betas"]
     first.lerp_(gradients, 1 - beta_1)
@@ -211,16 +215,20 @@ def _step_together(pieces: list[Piece], group: dict[str, Any]) -> None:
     flat.scatter(new.sub_(first.div_(denominators).mul_(group["lr"])), values)
 
 
+def _bounded(gradients: Tensor) -> Tensor:
+    """Finite ones at most :data:`MOST`; what is not finite becomes NaN, as it does in codes."""
+    return gradients.clamp(-MOST, MOST).add_(gradients, alpha=0)
+
+
 def _check_group(group: dict[str, Any]) -> None:
     rate, (beta_1, beta_2) = group["lr"], group["betas"]
-    if not isinstance(rate, Tensor) and not rate >= 0:
-        raise ValueError(f"lr={rate} must not be negative, for example lr=0.001.")
+    if not isinstance(rate, Tensor):  # of one, a step reads nothing on the host
+        check_not_negative("lr", rate, 0.001)
     for name, beta in (("betas[0]", beta_1), ("betas[1]", beta_2)):
         if not 0 <= beta < 1:
             raise ValueError(f"{name}={beta} must be at least 0 and less than 1, for example 0.9.")
-    for name in ("eps", "weight_decay"):
-        if not group[name] >= 0:
-            raise ValueError(f"{name}={group[name]} must not be negative, for example {name}=1e-8.")
+    for name, example in (("eps", 1e-8), ("weight_decay", 0.01)):
+        check_not_negative(name, group[name], example)
     for parameter in group["params"]:
         if parameter.is_complex():
             raise ValueError(f"A parameter is {parameter.dtype}; moments are kept in E4M3, which is real. Use AdamW.")

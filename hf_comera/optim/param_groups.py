@@ -8,7 +8,14 @@ from torch import nn
 from hf_comera.modules import TensorTrainModule
 from hf_comera.tt.tangent import interface_norms
 
-__all__ = ["check_rate_and_decay", "check_whole", "comera_param_groups", "other_param_groups", "tensor_train_modules"]
+__all__ = [
+    "check_not_negative",
+    "check_rate_and_decay",
+    "check_whole",
+    "comera_param_groups",
+    "other_param_groups",
+    "tensor_train_modules",
+]
 
 GRID = 1.25
 """Rates of cores are rounded to powers of this, so that layers of equal shapes share a group."""
@@ -48,8 +55,8 @@ def comera_param_groups(
         parameter is in exactly one.
 
     Raises:
-        ValueError: If a rate is not positive, the decay negative, the cores have no values yet (meta device), are
-            sharded, or belong to two layers.
+        ValueError: If a rate is not positive, the decay negative, or one of them not finite; if the cores have no
+            values yet (meta device), are sharded, or belong to two layers.
 
     Source:
         Rates per factor of structured matrices: Qiu et al., arXiv:2406.06248; bounding the step of the product:
@@ -137,17 +144,30 @@ def tensor_train_modules(model: nn.Module) -> dict[str, TensorTrainModule]:
 
 
 def check_rate_and_decay(lr: float, weight_decay: float, gate_lr: float | None = None) -> None:
-    """Refuse rates that are not positive and a negative decay.
+    """Refuse rates that are not positive, a negative decay, and what is not finite.
 
     Raises:
         ValueError: If one of them is out of range.
     """
-    if not lr > 0:
+    check_not_negative("lr", lr, 0.001)
+    check_not_negative("weight_decay", weight_decay, 0.01)
+    if lr == 0:
         raise ValueError(f"lr={lr} must be positive, for example lr=0.001.")
-    if gate_lr is not None and not gate_lr > 0:
-        raise ValueError(f"gate_lr={gate_lr} must be positive, for example gate_lr=0.001, or None for lr.")
-    if weight_decay < 0:
-        raise ValueError(f"weight_decay={weight_decay} must not be negative, for example 0.01.")
+    if gate_lr is not None and not 0 < gate_lr < math.inf:
+        reason = "finite" if gate_lr > 0 else "positive"
+        raise ValueError(f"gate_lr={gate_lr} must be {reason}, for example gate_lr=0.001, or None for lr.")
+
+
+def check_not_negative(name: str, value: float, example: float) -> None:
+    """Refuse a setting that is negative, or infinite, or NaN.
+
+    Raises:
+        ValueError: If it is.
+    """
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value} must be finite, for example {name}={example}.")
+    if value < 0:
+        raise ValueError(f"{name}={value} must not be negative, for example {name}={example}.")
 
 
 def _append(

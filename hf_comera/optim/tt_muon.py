@@ -14,7 +14,13 @@ from hf_comera.ops.float32_products import exact_float32_products
 from hf_comera.optim.families import Family, Train, families
 from hf_comera.optim.moved_state import check_saved_shapes, follow
 from hf_comera.optim.orthogonal_steps import orthogonal_steps
-from hf_comera.optim.param_groups import check_rate_and_decay, check_whole, other_param_groups, tensor_train_modules
+from hf_comera.optim.param_groups import (
+    check_not_negative,
+    check_rate_and_decay,
+    check_whole,
+    other_param_groups,
+    tensor_train_modules,
+)
 from hf_comera.tt.norms import finite_norms
 
 __all__ = ["COHERENCE", "TTMuon"]
@@ -81,6 +87,7 @@ class TTMuon(torch.optim.Optimizer):
         gate_lr: float | None = None,
     ) -> None:
         check_rate_and_decay(lr, weight_decay, gate_lr)
+        check_not_negative("eps", eps, 1e-8)
         for name, value in (("momentum", momentum), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
             if not 0 <= value < 1:
                 raise ValueError(f"{name}={value} must be at least 0 and less than 1, for example 0.9.")
@@ -91,6 +98,13 @@ class TTMuon(torch.optim.Optimizer):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
         super().__init__(groups, {**defaults, "fused": True, "trains": None})
         self._families: dict[Any, list[tuple[list[int], Family]]] = {}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take more parameters, which are trained by AdamW, with settings of their own."""
+        for name, example in (("lr", 0.001), ("weight_decay", 0.01)):
+            if not isinstance(value := param_group.get(name, 0.0), Tensor):
+                check_not_negative(name, value, example)
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

@@ -125,6 +125,7 @@ GRADIENTS = {
     "far-apart": torch.logspace(-18, 3, 256).view(2, 128),
     "not-finite": torch.tensor([[1.0, NAN, 0.5, INF, -INF, 0.0, -2.0, 3.0]] * 2),
     "tiny": torch.full((2, 9), 1e-22),
+    "huge": torch.tensor([[1e15, -1e19, 1e30, -3e38, 1.0, 0.0]] * 2),
 }
 
 

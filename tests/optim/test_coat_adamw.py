@@ -1,6 +1,7 @@
 """hf_comera/optim/coat_adamw.py: AdamW's steps from moments of two bytes, whatever goes together."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -193,6 +194,9 @@ def test_cores_and_gates_are_quantised_but_not_the_shortest():
 FAULTS = {
     "rate": ({"lr": -1.0}, r"lr=-1\.0 must not be negative"),
     "beta": ({"betas": (0.9, 1.0)}, r"betas\[1\]=1\.0 must be at least 0"),
+    "infinite-rate": ({"lr": math.inf}, r"lr=inf must be finite, for example lr=0\.001"),
+    "no-rate": ({"lr": math.nan}, r"lr=nan must be finite, for example lr=0\.001"),
+    "infinite-decay": ({"weight_decay": math.inf}, r"weight_decay=inf must be finite, for example weight_decay=0\.01"),
     "eps": ({"eps": -1e-8}, r"eps=-1e-08 must not be negative"),
     "decay": ({"weight_decay": -0.1}, r"weight_decay=-0\.1 must not be negative"),
 }
@@ -221,3 +225,28 @@ def test_sparse_gradients_and_complex_parameters_are_refused():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="sparse=False"):
         CoatAdamW(embedding.parameters()).step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("scale", [1e15, 1e20, 1e30, 3e38])
+def test_large_gradients_are_steps_as_any(scale, dtype):
+    model = network(dtype)
+    optimizer = CoatAdamW(model.parameters(), lr=1e-3)
+    for each in (1.0, scale, 1.0, scale, 1e-3):
+        before = copy.deepcopy(model)
+        for parameter in model.parameters():
+            parameter.grad = each * torch.rand_like(parameter)
+        optimizer.step()
+        for parameter, old in zip(model.parameters(), before.parameters(), strict=True):
+            assert (parameter - old).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_stays_in_its_entry_and_shows(value):
+    parameter = nn.Parameter(torch.ones(4, 200))
+    optimizer = CoatAdamW([parameter], lr=1e-3)
+    parameter.grad = torch.ones(4, 200)
+    parameter.grad[1, 7] = value
+    optimizer.step()
+    assert parameter.isnan().sum() == 1
+    assert parameter[1, 7].isnan()

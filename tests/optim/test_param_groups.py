@@ -80,6 +80,11 @@ def test_a_dense_model_is_grouped_too():
     ("settings", "message"),
     [
         ({"lr": 0.0}, "lr=0.0 must be positive"),
+        ({"lr": math.inf}, r"lr=inf must be finite, for example lr=0\.001"),
+        ({"lr": math.nan}, r"lr=nan must be finite, for example lr=0\.001"),
+        ({"lr": -1.0}, r"lr=-1\.0 must not be negative"),
+        ({"lr": 1e-3, "gate_lr": math.inf}, r"gate_lr=inf must be finite, for example gate_lr=0\.001"),
+        ({"lr": 1e-3, "weight_decay": math.nan}, r"weight_decay=nan must be finite, for example weight_decay=0\.01"),
         ({"lr": 1e-3, "weight_decay": -1.0}, "weight_decay=-1.0"),
     ],
 )

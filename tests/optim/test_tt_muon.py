@@ -1,6 +1,7 @@
 """hf_comera/optim/tt_muon.py: equal steps for every direction of the matrix, whatever the cores look like."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -242,6 +243,12 @@ def test_closure_is_evaluated():
     ("settings", "message"),
     [
         ({"lr": 0.0}, "lr=0.0 must be positive"),
+        ({"lr": math.inf}, r"lr=inf must be finite, for example lr=0\.001"),
+        ({"lr": math.nan}, r"lr=nan must be finite, for example lr=0\.001"),
+        ({"lr": -1.0}, r"lr=-1\.0 must not be negative"),
+        ({"gate_lr": math.inf}, r"gate_lr=inf must be finite, for example gate_lr=0\.001"),
+        ({"weight_decay": math.nan}, r"weight_decay=nan must be finite, for example weight_decay=0\.01"),
+        ({"eps": math.inf}, r"eps=inf must be finite, for example eps=1e-08"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),
         ({"momentum": 1.0}, "momentum=1.0 must be"),
         ({"betas": (0.9, 1.5)}, r"betas\[1\]=1.5 must be"),

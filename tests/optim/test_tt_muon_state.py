@@ -136,6 +136,15 @@ def test_a_group_added_later_has_all_settings():
     assert not torch.equal(late.weight, before)
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0])
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+def test_a_group_added_later_with_a_bad_setting_is_refused(name, value):
+    optimizer = TTMuon(layer(), lr=0.1)
+    with pytest.raises(ValueError, match=f"{name}={value} must"):
+        optimizer.add_param_group({"params": list(nn.Linear(3, 3).parameters()), name: value})
+    assert all(group[name] != value for group in optimizer.param_groups)
+
+
 def test_nothing_to_train_is_an_error():
     with pytest.raises(ValueError, match="Unfreeze"):
         TTMuon(layer().requires_grad_(False))
