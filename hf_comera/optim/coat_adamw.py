@@ -44,8 +44,9 @@ class CoatAdamW(torch.optim.Optimizer):
 
     On a GPU a kernel does the whole step where kernels are switched on (``hf_comera.ops.use_kernels()``).
 
-    Nothing is read from the device, and state keeps its memory, so a step can be captured in a CUDA graph; a learning
-    rate that changes between replays has to be a tensor.
+    Nothing is read from the device, and state keeps its memory, so a step can be captured in a CUDA graph;
+    :class:`hf_comera.GraphedStep` does it. In a graph of your own, a learning rate that changes between replays has to
+    be a tensor on the device.
 
     Args:
         params: Parameters or groups, for example ``comera_param_groups(model, lr=1e-3)``.
@@ -140,6 +141,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 for key, value in final["state"].get(index, {}).items()
             }
             if exact:
+                del self.state[parameter]  # may share memory with the state that is loaded
                 self.set_plain_state(parameter, exact)
 
     def _prepared(self, loaded: dict[str, Any]) -> dict[str, Any]:
@@ -165,6 +167,8 @@ class CoatAdamW(torch.optim.Optimizer):
     def set_plain_state(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Make this the state of a parameter; moments that are not quantised yet are.
 
+        What the parameter has of that kind already keeps its memory, where captured steps go on writing.
+
         Args:
             parameter: It need not be held by the optimizer yet.
             state: As :meth:`plain_state` returns it, or as it is kept.
@@ -174,6 +178,10 @@ class CoatAdamW(torch.optim.Optimizer):
             if f"{key}_scales" not in new:
                 new |= quantised_moment(key, parameter, state[key])
         new["step"] = torch.as_tensor(new["step"], dtype=torch.float32, device=parameter.device)
+        held = self.state.get(parameter, {})
+        for key in new.keys() & held.keys():
+            if _kind(held[key]) == _kind(new[key]):
+                new[key] = held[key].copy_(new[key])
         self.state[parameter] = new
 
     def _counted(self, parameters: list[Tensor]) -> list[Tensor]:
@@ -213,6 +221,10 @@ def _step_together(pieces: list[Piece], group: dict[str, Any]) -> None:
     denominators = second.sqrt_().div_(corrections[1].sqrt_()).add_(group["eps"]).mul_(corrections[0])
     new = flat.gather(values).to(exact).mul_(1 - group["lr"] * group["weight_decay"])
     flat.scatter(new.sub_(first.div_(denominators).mul_(group["lr"])), values)
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, getattr(tensor, "placements", None)
 
 
 def _bounded(gradients: Tensor) -> Tensor:

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_comera.optim import TTMuon
+from hf_comera.optim import CoatAdamW, TTMuon
 
 __all__ = ["DeviceRates", "why_not_captured"]
+
+OURS = (TTMuon, CoatAdamW)
+"""Their steps read nothing on the host, and keep their state where it is."""
 
 
 class DeviceRates:
@@ -22,7 +25,7 @@ class DeviceRates:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
-        exact = isinstance(optimizer, TTMuon) or device.type == "cpu"  # kernels of torch's optimizers read float32
+        exact = isinstance(optimizer, OURS) or device.type == "cpu"  # kernels of torch's optimizers read float32
         dtype = torch.float64 if exact else torch.float32
         self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in optimizer.param_groups]
         self._values: list[float | None] = [None] * len(self._rates)
@@ -57,11 +60,11 @@ class DeviceRates:
 
 def why_not_captured(optimizer: torch.optim.Optimizer) -> str | None:
     """Why steps of ``optimizer`` cannot be recorded; None if they can."""
-    if isinstance(optimizer, TTMuon):
+    if isinstance(optimizer, OURS):
         return None
     if all(group.get("capturable") or group.get("fused") for group in optimizer.param_groups):
         return None
     return (
-        f"{type(optimizer).__name__} keeps its rates or step counts on the host; use TTMuon, or an optimizer of torch "
-        "made with capturable=True or fused=True"
+        f"{type(optimizer).__name__} keeps its rates or step counts on the host; use TTMuon, CoatAdamW, or an "
+        "optimizer of torch made with capturable=True or fused=True"
     )

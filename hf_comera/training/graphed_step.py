@@ -64,8 +64,9 @@ class GraphedStep:
 
     Args:
         model: The model, in one process: in DDP, FSDP or DeepSpeed it is refused.
-        optimizer: :class:`hf_comera.TTMuon`, or one of torch made with ``capturable=True`` or ``fused=True``; or
-            Accelerate's wrapper around it, without accumulation and without a scaler for fp16.
+        optimizer: :class:`hf_comera.TTMuon`, :class:`hf_comera.CoatAdamW`, or one of torch made with
+            ``capturable=True`` or ``fused=True``; or Accelerate's wrapper around it, without accumulation and without
+            a scaler for fp16.
         adapter: Trains the ranks, of the same optimizer; or None.
         buckets: Lengths to pad sequences to; None for batches that come in few shapes anyway.
         pad_values: What to pad the tensors of a batch with, besides the usual names of Transformers; None for one of

@@ -133,3 +133,16 @@ def test_state_keeps_its_memory():
     before = [value.data_ptr() for state in optimizer.state.values() for value in state.values()]
     train(model, optimizer, 2)
     assert [value.data_ptr() for state in optimizer.state.values() for value in state.values()] == before
+
+
+def test_state_that_is_set_keeps_the_memory_of_what_was_there():
+    model = network()
+    optimizer = CoatAdamW(model.parameters())
+    train(model, optimizer, 1)
+    for parameter in model.parameters():
+        before = {key: value.data_ptr() for key, value in optimizer.state[parameter].items()}
+        plain = optimizer.plain_state(parameter)
+        plain["exp_avg"] = plain["exp_avg"] * 2
+        optimizer.set_plain_state(parameter, plain)
+        torch.testing.assert_close(optimizer.plain_state(parameter)["exp_avg"], plain["exp_avg"], rtol=0.1, atol=0)
+        assert {key: value.data_ptr() for key, value in optimizer.state[parameter].items()} == before

@@ -7,6 +7,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_flatten_with_path
 
 from hf_comera import (
+    CoatAdamW,
     ComeraConfig,
     GraphedStep,
     RankAdaptation,
@@ -21,6 +22,7 @@ from tests.architectures import ARCHITECTURES
 
 OPTIMIZERS = {
     "tt_muon": lambda model: TTMuon(model, 1e-3),
+    "coat adamw": lambda model: CoatAdamW(comera_param_groups(model, 1e-3)),
     "fused adamw": lambda model: torch.optim.AdamW(comera_param_groups(model, 1e-3), fused=True),
 }
 STEPS = 9

@@ -3,13 +3,17 @@
 import pytest
 import torch
 
-from hf_comera import TTMuon
+from hf_comera import CoatAdamW, TTMuon
 from hf_comera.modules import TTLinear
 from hf_comera.training.device_rates import DeviceRates, why_not_captured
 
 
 def parameters():
     return [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
+
+
+def coat_adamw(model, lr, **settings):
+    return CoatAdamW(model.parameters(), lr, **settings)
 
 
 def test_rates_follow_the_groups_and_stay_where_they_are():
@@ -35,12 +39,13 @@ def test_floats_come_back_after_an_error():
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_the_same_steps_as_with_floats():
+@pytest.mark.parametrize("new_optimizer", [TTMuon, coat_adamw], ids=["tt_muon", "coat_adamw"])
+def test_the_same_steps_as_with_floats(new_optimizer):
     results = []
     for on_device in (False, True):
         torch.manual_seed(0)
         layer = TTLinear(12, 20, ranks=3)
-        optimizer = TTMuon(layer, 1e-2, weight_decay=0.1)
+        optimizer = new_optimizer(layer, 1e-2, weight_decay=0.1)
         rates = DeviceRates(optimizer, torch.device("cpu"))
         for step in range(3):
             layer(torch.ones(4, 12)).square().sum().backward()
@@ -63,11 +68,12 @@ def test_the_same_steps_as_with_floats():
         (lambda given: torch.optim.AdamW(given, capturable=True), True),
         (lambda given: torch.optim.AdamW(given, fused=True), True),
         (lambda given: torch.optim.SGD(given, 0.1, fused=True), True),
+        (CoatAdamW, True),
         (lambda given: torch.optim.AdamW(given), False),
         (lambda given: torch.optim.SGD(given, 0.1), False),
         (lambda given: torch.optim.AdamW([{"params": given[:1], "fused": True}, {"params": given[1:]}]), False),
     ],
-    ids=["capturable", "fused", "fused sgd", "adamw", "sgd", "one group of two"],
+    ids=["capturable", "fused", "fused sgd", "coat adamw", "adamw", "sgd", "one group of two"],
 )
 def test_which_optimizers_can_be_recorded(make, can):
     reason = why_not_captured(make(parameters()))
