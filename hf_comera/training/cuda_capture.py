@@ -12,6 +12,11 @@ from hf_comera.modules.halves_bank import drop_kept_halves
 
 __all__ = ["CaptureWatch", "CudaCapture"]
 
+aten = torch.ops.aten
+_READS = {aten._local_scalar_dense, aten.equal, aten.allclose, aten.is_nonzero, aten._linalg_check_errors}
+_BY_INDEX = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, aten._unsafe_index_put}
+_COPIES = {aten.copy_, aten._to_copy}
+
 
 class CudaCapture:
     """Records functions on one side stream, into one pool of memory that all graphs share.
@@ -56,12 +61,14 @@ class CudaCapture:
             graph.register_generator_state(generator)
         drop_kept_halves()
         torch.clear_autocast_cache()
+        current = torch.cuda.current_stream(self.device)
         try:
             # thread_local: a thread that pins the memory of the next batch may go on with it
             mode = "thread_local"
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode), watch:
                 function()
         finally:
+            torch.cuda.set_stream(current)  # where CUDA ends a recording itself, torch stays on the one of the graph
             drop_kept_halves()
             torch.clear_autocast_cache()
         return _Replay(graph, watch.tensors())
@@ -83,11 +90,17 @@ class _Replay:
 
 
 class CaptureWatch(TorchDispatchMode):
-    """Holds on to every tensor from outside that the operations within use, and lets no value be read on the host.
+    """Holds on to every tensor from outside that the operations within use, and refuses what a graph cannot hold.
 
     A graph knows addresses only. Parameters live long enough, but it also reads tables of indices out of caches, which
     drop them whenever they like. A value that is read decides what is recorded, and all replays would stay with it:
-    CUDA refuses that for its own memory, but a model may draw on the host, say which layers to leave out.
+    CUDA refuses that for its own memory, but a model may draw on the host, say which layers to leave out. Where CUDA
+    refuses by itself, it ends the recording, after which torch may not draw random numbers any more; so everything
+    that waits for the device is refused here, before CUDA sees it.
+
+    Raises:
+        RuntimeError: If a value is read on the host, the size of a result depends on values, or a copy between host
+            and device is waited for.
     """
 
     def __init__(self) -> None:
@@ -96,8 +109,8 @@ class CaptureWatch(TorchDispatchMode):
         self._made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise RuntimeError("the step reads a value of a tensor on the host, with which all replays would stay")
+        if reason := _why_not_held(func, args, kwargs or {}):
+            raise RuntimeError(reason)
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor) and _place(tensor) not in self._made:
                 self._found.setdefault(_place(tensor), tensor)
@@ -108,6 +121,38 @@ class CaptureWatch(TorchDispatchMode):
     def tensors(self) -> list[Tensor]:
         """One for each piece of memory, without gradients."""
         return [tensor.detach() for tensor in self._found.values()]
+
+
+def _why_not_held(func: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
+    """Why a graph cannot hold an operation; None if it can."""
+    packet = func.overloadpacket
+    if packet in _READS:
+        return f"the step reads a value of a tensor on the host ({func}), with which all replays would stay"
+    has_mask = packet in _BY_INDEX and _selects_by_mask(*args[:3])
+    has_sizes = torch.Tag.dynamic_output_shape in func.tags and packet is not aten.index
+    if has_mask or (has_sizes and kwargs.get("output_size") is None):
+        what = "selects by a boolean mask" if has_mask else "makes a result whose size depends on values"
+        return f"the step {what} ({func}), for which the host waits; use sizes that are known, say by torch.where"
+    if packet in _COPIES and _is_waited_for(packet, args, kwargs):
+        return f"the step waits for a copy between host and device ({func}); copy beforehand, or make it on the device"
+    return None
+
+
+def _is_waited_for(packet: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the host waits for a copy, which it does between itself and a device; single numbers may be launched."""
+    to, source = (args[0].device, args[1]) if packet is aten.copy_ else (kwargs.get("device"), args[0])
+    kinds = {source.device.type, source.device.type if to is None else torch.device(to).type}
+    non_blocking = kwargs.get("non_blocking") or (packet is aten.copy_ and len(args) > 2 and args[2])
+    is_number = source.device.type == "cpu" and source.numel() == 1
+    return len(kinds) > 1 and "cpu" in kinds and not non_blocking and not is_number
+
+
+def _selects_by_mask(tensor: Tensor, indices: Any, values: Tensor | None = None) -> bool:
+    """Whether torch looks for the places of a mask, which has no fixed number of them."""
+    masks = [each for each in indices if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8)]
+    # one number in all places of one mask is written by masked_fill
+    is_filled = values is not None and values.numel() == 1 and values.device.type == "cpu" and len(indices) == 1
+    return bool(masks) and not is_filled
 
 
 def _place(tensor: Tensor) -> int:

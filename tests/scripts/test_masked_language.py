@@ -16,7 +16,9 @@ from transformers import (
 )
 
 from epoch_batches import epoch_order
+from hf_comera import GraphedStep, TTMuon
 from masked_language import IGNORED, Masking, TrainingBatches, held_out_batches, masked_loss
+from tests.training.tape_capture import use_tape
 
 VOCABULARY = 1000
 
@@ -173,3 +175,14 @@ def test_unknown_head_gives_the_same_loss(masking):
     model = RobertaForMaskedLM(RobertaConfig(**SMALL, intermediate_size=32)).eval()
     batch = masking.batch(sequences(8), 0, 0, 0)
     torch.testing.assert_close(masked_loss(UnknownHead(model), batch), model(**batch).loss)
+
+
+def test_steps_with_this_loss_are_not_recorded_and_say_why(masking, monkeypatch):
+    use_tape(monkeypatch)
+    model = RobertaForMaskedLM(RobertaConfig(**SMALL, intermediate_size=32))
+    batch = masking.batch(sequences(8), 0, 0, 0)
+    step = GraphedStep(model, TTMuon(model), compute_loss=lambda b: masked_loss(model, b), num_warmup_steps=1)
+    losses = [step(batch).item() for _ in range(4)]
+    assert losses[-1] < losses[0]
+    assert "selects by a boolean mask (aten.index.Tensor)" in step.reason
+    assert (step.num_warmups, step.num_eager) == (1, 3)

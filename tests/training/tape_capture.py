@@ -14,8 +14,6 @@ from hf_comera.modules.halves_bank import drop_kept_halves
 from hf_comera.ops.ttm_lookup import _ttm_lookup
 from hf_comera.training.cuda_capture import CaptureWatch
 
-HOST_READS = {"aten::nonzero", "aten::_unique2", "aten::equal"}  # besides those that CaptureWatch refuses
-
 
 def use_tape(monkeypatch):
     """Put the tape in the place of CUDA graphs, and have all code believe that it is on a GPU where that matters."""
@@ -69,8 +67,6 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func.name().split(".")[0] in HOST_READS:
-            raise RuntimeError(f"{func.name()} reads from the device, which cannot be captured")
         inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         for tensor in inputs:
             place = tensor.untyped_storage()._cdata

@@ -36,12 +36,75 @@ def test_no_value_is_read_on_the_host(read):
         read(torch.rand(()))
 
 
+WAITING = {
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 0),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "mask": lambda x: x[x > 0],
+    "mask and index": lambda x: x.view(2, 2)[torch.tensor([True, False]), torch.tensor([1])],
+    "write by mask": lambda x: x.index_put_((x > 0,), torch.ones(1).expand(4)),
+    "gradient of mask": lambda x: torch.ops.aten.index_put(x, [x > 0], x[:1].expand(4), True),
+    "unique": lambda x: x.unique(),
+    "unique_consecutive": lambda x: x.unique_consecutive(),
+    "bincount": lambda x: x.long().bincount(),
+    "repeat_interleave": lambda x: x.repeat_interleave(x.long()),
+}
+
+
+@pytest.mark.parametrize("select", WAITING.values(), ids=WAITING)
+def test_no_size_depends_on_values(select):
+    message = r"(selects by a boolean mask|whose size depends on values) \(aten\..*\), for which the host waits"
+    with pytest.raises(RuntimeError, match=message), CaptureWatch():
+        select(torch.ones(4))
+
+
+@pytest.mark.parametrize("compare", [torch.equal, torch.allclose, lambda x, y: torch.linalg.cholesky(x @ y)])
+def test_no_host_waits_for_a_comparison(compare):
+    with pytest.raises(RuntimeError, match=r"reads a value of a tensor on the host \(aten\..*\)"), CaptureWatch():
+        compare(torch.eye(3), torch.eye(3))
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda there: there.copy_(torch.ones(3)),
+        lambda there: torch.ones(3).to(there.device),
+        lambda there: there.cpu(),
+    ],
+    ids=["copy_", "to the device", "to the host"],
+)
+def test_no_host_waits_for_a_copy(copy):
+    there = torch.ones(3, device="meta")  # not the host, as far as the watch is concerned
+    with pytest.raises(RuntimeError, match=r"waits for a copy between host and device \(aten\..*\)"), CaptureWatch():
+        copy(there)
+
+
+HELD = {
+    "index": lambda x: x[torch.tensor([1, 1, 0])],
+    "number by mask": lambda x: x.index_put_((x > 0,), torch.tensor(2.0)),
+    "masked_fill": lambda x: x.masked_fill(x > 0, 2.0),
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "known size": lambda x: x.repeat_interleave(x.long(), output_size=4),
+    "number": lambda x: torch.empty((), device="meta").copy_(torch.tensor(1.0)),
+    "copy": lambda x: x.to(torch.float64).copy_(x),
+    "copy in order": lambda x: torch.empty(4, device="meta").copy_(x, non_blocking=True),
+}
+
+
+@pytest.mark.parametrize("use", HELD.values(), ids=HELD)
+def test_what_a_graph_holds_is_not_refused(use):
+    with CaptureWatch():
+        use(torch.ones(4))
+
+
 def test_a_cpu_has_no_graphs():
     assert "is on 'cpu'" in CudaCapture.why_not(torch.device("cpu"))
     assert CudaCapture.why_not(torch.device("cuda", 0)) is None
 
 
-def test_own_generators_are_registered_with_each_graph_before_it_records(monkeypatch):
+@pytest.fixture
+def events(monkeypatch):
+    """What is done with graphs and streams, as if there were a GPU."""
     events = []
 
     class Graph:
@@ -57,13 +120,28 @@ def test_own_generators_are_registered_with_each_graph_before_it_records(monkeyp
     monkeypatch.setattr(torch.cuda, "graph", recording)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "that before")
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: events.append((None, stream)))
+    return events
+
+
+def test_own_generators_are_registered_with_each_graph_before_it_records(events):
     generators = [torch.Generator(), torch.Generator()]
     capture = CudaCapture(torch.device("cuda", 0), generators)
     for _ in range(2):
         events.clear()
         capture.record(lambda: events.append((None, "runs")))
-        assert [event for _, event in events] == [*generators, "begins", "runs"]
-        assert len({graph for graph, _ in events[:-1]}) == 1
+        assert [event for _, event in events] == [*generators, "begins", "runs", "that before"]
+        assert len({graph for graph, _ in events[:-2]}) == 1
+
+
+def test_a_recording_that_cuda_ends_leaves_the_stream_as_it_was(events):
+    def fail():
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        CudaCapture(torch.device("cuda", 0)).record(fail)
+    assert events[-1] == (None, "that before")
 
 
 @pytest.mark.gpu
