@@ -21,7 +21,7 @@ from hf_comera.ops import use_kernels
 from hf_comera.ops.kernels import kernels_refusal
 from interleaved_timing import TENSOR_TRAIN, Comparison, benchmark_parser, report, time_interleaved
 from own_process import in_own_process
-from step_models import LARGE, MODELS, PAPER, build_models, print_plan, random_ids
+from step_models import IGNORED, LARGE, MODELS, PAPER, build_models, print_plan, random_ids
 from step_timing import DTYPES, PreparedStep, prepare_step
 from training_size import training_peak
 
@@ -42,6 +42,10 @@ the tensor train draws several entries at a time: compare --dropout 0. On a GPU,
 plain steps are bound by launches; with --graphs both models run as CUDA graphs,
 and with --compile both are compiled by torch.compile.
 The peak on a GPU is all memory that a form takes there, its graph included.
+
+Batches have no padding, and on a GPU no mask, so attention may take its fastest
+kernel. With --padded rows are from half as long to full, and a mask is given, as
+in training on real text; a graph then always holds the mask of all places.
 """
 # How many times faster: by model, batch, dtype, dropout, device, and whether both steps are CUDA graphs.
 PROMISED = {
@@ -75,6 +79,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--batch", default="32x128", metavar="ROWSxTOKENS", help="rows and tokens a row; default %(default)s"
     )
+    parser.add_argument(
+        "--padded",
+        action="store_true",
+        help="rows from half to full length, with a mask; tokens a second are real ones",
+    )
     parser.add_argument("--dropout", type=float, default=0.1, help="of hidden states and attention; default 0.1")
     parser.add_argument(
         "--optimizer", choices=("tt_muon", "adamw"), default="tt_muon", help="of the tensor train; default tt_muon"
@@ -107,10 +116,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def compare(models: dict[str, PreTrainedModel], args: argparse.Namespace) -> Comparison:
     """Time one training step of both models."""
-    batch = random_batch(args.batch, torch.device(args.device), args.model)
+    batch = random_batch(args.batch, torch.device(args.device), args.model, args.padded)
     prepared = {form: prepare(form, model, batch, args) for form, model in models.items()}
     timings = time_interleaved({form: ready.run for form, ready in prepared.items()}, args.rounds, label="step")
-    tokens, extra = batch["input_ids"].numel(), {}
+    tokens = int(batch["attention_mask"].sum()) if args.padded else batch["input_ids"].numel()
+    extra = {}
     for form, ready in prepared.items():
         column = form.replace(" ", "_")
         extra[f"{column}_parameters"] = size_report(models[form]).parameters
@@ -132,7 +142,7 @@ def compare(models: dict[str, PreTrainedModel], args: argparse.Namespace) -> Com
 
 def promised(args: argparse.Namespace) -> float | None:
     """The speed-up that is promised for a case, if one is."""
-    if args.compile:
+    if args.compile or args.padded:
         return None
     return PROMISED.get((args.model, args.batch, args.dtype, args.dropout, args.device, args.graphs))
 
@@ -146,17 +156,22 @@ def prepare(form: str, model: PreTrainedModel, batch: dict[str, Tensor], args: a
 def peak(form: str, args: argparse.Namespace) -> int | None:
     """The most memory that one form takes on a CPU, for a process of its own."""
     model = build_models(args.model, args.dropout)[form]
-    step = prepare(form, model, random_batch(args.batch, torch.device(args.device), args.model), args).plain
+    batch = random_batch(args.batch, torch.device(args.device), args.model, args.padded)
+    step = prepare(form, model, batch, args).plain
     return training_peak(step, step.model, [step.optimizer])
 
 
-def random_batch(size: str, device: torch.device, model: str = PAPER) -> dict[str, Tensor]:
-    """Tokens without padding. On a GPU no mask is given, so that attention may take its fastest kernel."""
+def random_batch(size: str, device: torch.device, model: str = PAPER, padded: bool = False) -> dict[str, Tensor]:
+    """Random tokens. On a GPU only padded rows have a mask: without one, attention may take its fastest kernel."""
     rows, length = map(int, size.split("x"))
     ids, labels = random_ids(model, rows, length)
     batch = {"input_ids": ids, "labels": labels}
-    if device.type == "cpu":
-        batch["attention_mask"] = torch.ones(rows, length, dtype=torch.long)
+    if padded or device.type == "cpu":
+        lengths = torch.linspace(length / 2 if padded else length, length, rows).ceil().unsqueeze(1)
+        is_token = torch.arange(length) < lengths
+        batch |= {"attention_mask": is_token.long(), "input_ids": ids.masked_fill(~is_token, 0)}
+        if labels.ndim == 2:
+            batch["labels"] = labels.masked_fill(~is_token, IGNORED)
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
@@ -172,6 +187,7 @@ def case_of(args: argparse.Namespace) -> dict[str, str | int | float]:
         "graphs": "yes" if args.graphs else "",
         "kernels": "yes" if args.kernels else "",
         "compiled": "yes" if args.compile else "",
+        "padded": "yes" if args.padded else "",
     }
 
 

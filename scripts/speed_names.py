@@ -7,7 +7,7 @@ _ENCODER = "inference, six-encoder BERT"
 _GENERATION = "32 tokens of generation, GPT-2 of six layers"
 # File, then the columns that tell its cases apart.
 COLUMNS = {
-    "bench_step": ("model", "tokens", "dtype", "dropout", "optimizer", "graphs", "kernels", "compiled"),
+    "bench_step": ("model", "tokens", "dtype", "dropout", "optimizer", "graphs", "kernels", "compiled", "padded"),
     "bench_linear": ("shape", "dtype", "rows"),
     "bench_lookup": ("batch", "ids"),
     "bench_inference": ("model", "tokens", "dtype"),
@@ -31,6 +31,7 @@ def _step_names() -> dict[tuple[str, ...], str]:
         {"": "", "yes": ", CUDA graphs"},
         {"": "", "yes": ", our kernels"},
         {"": "", "yes": ", compiled"},
+        {"": "", "yes": ", padded rows and a mask"},
     )
     names = {}
     for parts in itertools.product(models.items(), *(setting.items() for setting in settings)):

@@ -18,6 +18,7 @@ from step_models import (
     HIDDEN_SHARE,
     IGNORED,
     LARGE,
+    MODELS,
     TINY_CAUSAL,
     TINY_CLASSIFIER,
     TINY_DECODER,
@@ -41,6 +42,26 @@ def tiny_model():
 def parse(monkeypatch, *words):
     monkeypatch.setattr(sys, "argv", ["bench_step.py", *words])
     return bench_step.parse_arguments()
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("size", ["4x8", "1x5", "3x1"])
+def test_padded_rows_are_from_half_to_full_length_and_have_a_mask(size, model):
+    rows, length = map(int, size.split("x"))
+    batch = bench_step.random_batch(size, torch.device("cpu"), model, padded=True)
+    mask, lengths = batch["attention_mask"], batch["attention_mask"].sum(1).tolist()
+    assert mask.shape == batch["input_ids"].shape == (rows, length)
+    assert lengths == sorted(lengths)
+    assert min(lengths) >= length / 2
+    assert lengths[-1] == length or rows == 1
+    assert not batch["input_ids"][mask == 0].any()
+    assert batch["labels"].ndim == 1 or (batch["labels"][mask == 0] == -100).all()
+    assert torch.equal(mask, (torch.arange(length) < torch.tensor(lengths).unsqueeze(1)).long())
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_only_padded_rows_have_a_mask_where_none_is_the_fastest(padded):
+    assert ("attention_mask" in bench_step.random_batch("2x8", torch.device("meta"), padded=padded)) == padded
 
 
 @pytest.mark.parametrize("optimizer", ["tt_muon", "adamw"])
@@ -127,7 +148,7 @@ def test_the_whole_script_with_kernels(monkeypatch, capsys):
         bench_step, "build_models", lambda name, dropout: {DENSE: tiny_model(), TENSOR_TRAIN: tiny_model()}
     )
     monkeypatch.setattr(kernel_switch, "_wanted", False)
-    words = ["--batch", "2x8", "--rounds", "1", "--no-save", "--threads", "1"]
+    words = ["--batch", "2x8", "--padded", "--rounds", "1", "--no-save", "--threads", "1"]
     args = parse(monkeypatch, *words)
     args.kernels = True
     monkeypatch.setattr(bench_step, "parse_arguments", lambda: args)
@@ -144,7 +165,7 @@ def test_defaults_are_those_of_the_rows(monkeypatch):
     case = bench_step.case_of(parse(monkeypatch))
     assert case == {
         "model": "bert-6x768", "optimizer": "tt_muon", "dtype": "fp32", "dropout": 0.1, "tokens": "32x128",
-        "gpu": "", "graphs": "", "kernels": "", "compiled": "",
+        "gpu": "", "graphs": "", "kernels": "", "compiled": "", "padded": "",
     }  # fmt: skip
 
 
@@ -155,6 +176,7 @@ def test_defaults_are_those_of_the_rows(monkeypatch):
         (["--dropout", "0"], 5.2),
         (["--dtype", "bf16"], 2.7),
         (["--batch", "8x128"], None),
+        (["--padded"], None),
         (["--model", "bert-24x1024"], None),
         (["--compile"], None),
     ],
