@@ -3,12 +3,14 @@
 import functools
 import logging
 import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 
 from hf_comera.optim import TTMuon
 from hf_comera.training.callback import ComeraCallback
@@ -18,6 +20,7 @@ from hf_comera.training.pruning import drop_removed_when_loading
 from hf_comera.training.rank_adaptation import RankAdaptation
 from hf_comera.training.rank_adapter import RankAdapter
 from hf_comera.training.rank_gates import add_rank_gates
+from hf_comera.training.trainer_checkpoints import checkpoint_to_resume, writing_for_trainer
 
 __all__ = ["ComeraTrainer", "ComeraTrainerMixin"]
 
@@ -33,6 +36,9 @@ class ComeraTrainerMixin:
     core ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``. Any other optimizer that is asked for, by ``optim`` in
     the arguments, by ``optimizers`` or by ``optimizer_cls_and_kwargs``, is used as in the original. ``optim`` at its
     default cannot be told from one that was left out: for that very AdamW, pass ``optimizer_cls_and_kwargs``.
+
+    Checkpoints are written whole or not at all. ``train(resume_from_checkpoint=True)`` goes on from the newest whole
+    one and says which it passed over; one that is named is refused if a file of it is damaged or missing.
 
     With ``cuda_graphs=True`` each training step is a call of :class:`GraphedStep`: a replay of a CUDA graph where that
     is possible. Gradients are gone when callbacks see the step. ``graphed_step`` then counts what ran how.
@@ -52,10 +58,13 @@ class ComeraTrainerMixin:
     model: Any
     model_wrapped: Any
     callback_handler: Any
+    state: TrainerState
     optimizer: torch.optim.Optimizer | None
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
 
     accelerator: Any
+    _writes_in: str | None = None
+    """Where checkpoints go while one is being written."""
 
     def __init__(
         self,
@@ -90,6 +99,40 @@ class ComeraTrainerMixin:
     def _load_callback_state(self) -> None:
         super()._load_callback_state()  # type: ignore[misc]
         self._connect()
+
+    def train(
+        self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train, from the beginning or from a checkpoint.
+
+        Args:
+            resume_from_checkpoint: A folder, or True for the newest whole one in ``output_dir``.
+            args: Of the Trainer.
+            kwargs: Of the Trainer.
+
+        Raises:
+            ValueError: If a file of the checkpoint is damaged or missing.
+            OSError: If a checkpoint cannot be written; those before it are whole.
+        """
+        return super().train(checkpoint_to_resume(self, resume_from_checkpoint), *args, **kwargs)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        final = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+        with writing_for_trainer(self, final) as unfinished:
+            self._writes_in = str(unfinished.parent)
+            try:
+                super()._save_checkpoint(model, trial, *args, **kwargs)  # type: ignore[misc]
+            finally:
+                self._writes_in = None
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(final))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._writes_in is None else self._writes_in  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._writes_in is None:  # what is uploaded, in a thread, has to stay where it is
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Record ``logs``, and with the training loss the figures of the ranks."""
