@@ -27,10 +27,26 @@ class BestModel:
         if all(now > other for other in before) and run.accelerator.is_main_process:
             part = self.folder.with_name(f"{self.folder.name}.part")  # an interruption leaves no half model
             shutil.rmtree(part, ignore_errors=True)
-            run.accelerator.unwrap_model(run.model).save_pretrained(part)
-            shutil.rmtree(self.folder, ignore_errors=True)
-            part.rename(self.folder)
+            try:
+                run.accelerator.unwrap_model(run.model).save_pretrained(part)
+                shutil.rmtree(self.folder, ignore_errors=True)
+                part.rename(self.folder)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
         run.accelerator.wait_for_everyone()
+
+    def kept(self) -> Path:
+        """The folder, from which the model can be loaded.
+
+        Raises:
+            ValueError: If somebody has removed it.
+        """
+        if not (self.folder / "config.json").is_file():
+            raise ValueError(
+                f"{self.folder}, where the best model was kept, is gone: the output folder was removed while the run "
+                "went on. Resume from a checkpoint, which holds that model, or start again."
+            )
+        return self.folder
 
     def step(self, run: Run) -> int:
         """After how many steps it was kept."""

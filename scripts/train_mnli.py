@@ -93,7 +93,7 @@ def describe(run: Run, data: Data, settings: Settings, console: Console) -> None
 def finish(run: Run, data: Data, settings: Settings, command: str, console: Console) -> None:
     """Load the best model the way a user would, measure it on all pairs, save and report; in every process."""
     accelerator, best = run.accelerator, BestModel(run.folder / "best")
-    model = AutoModelForSequenceClassification.from_pretrained(best.folder).to(accelerator.device)
+    model = AutoModelForSequenceClassification.from_pretrained(best.kept()).to(accelerator.device)
     fold_rank_gates(model)
     outcome = measure(model, data, run, settings, best.step(run))
     accelerator.log({f"{name}_accuracy": value for name, value in outcome.accuracy.items()}, step=run.step)

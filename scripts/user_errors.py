@@ -1,28 +1,53 @@
-"""How a script ends when a setting, a file or a checkpoint cannot be used: with the message alone."""
+"""How a script ends when a setting, a file, a checkpoint or the disk cannot be used: with the message alone."""
 
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from hf_comera.hub.saving import disk_refusal
+
 STATUS = 2  # that of argparse
+# What a disk says that is full, may not be written, or holds something else in that place; whoever asked it.
+REFUSALS = frozenset({
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR,
+    errno.EISDIR,
+})  # fmt: skip
 
 
 def run_script(main: Callable[[], int | None]) -> int:
-    """``main()``; a ``ValueError`` that the project's own code raises becomes a message and the exit status 2.
+    """``main()``; what the project's own code refuses, and what a disk does, becomes a message and the exit status 2.
 
-    Those of other packages say nothing of settings and keep their traceback.
+    Other errors of other packages say nothing of settings and keep their traceback.
     """
     try:
         return main() or 0
-    except ValueError as problem:
+    except Exception as problem:
         place = traceback.extract_tb(problem.__traceback__)[-1]
-        path = Path(place.filename).resolve()
-        if path.parent != Path(__file__).resolve().parent and "hf_comera" not in path.parts:
+        message = _message(problem, Path(place.filename).resolve())
+        if message is None:
             raise
         if os.environ.get("LOCAL_RANK", "0") == "0":  # all processes read the same settings
-            script = Path(sys.argv[0]).name
-            told = f"({path.name}, line {place.lineno}; python scripts/{script} --help explains every option)"
-            print(f"{script}: error: {problem}\n  {told}", file=sys.stderr)
+            script, file = (Path(path).name for path in (sys.argv[0], place.filename))
+            told = f"({file}, line {place.lineno}; python scripts/{script} --help explains every option)"
+            print(f"{script}: error: {message}\n  {told}", file=sys.stderr)
         return STATUS
+
+
+def _message(problem: Exception, source: Path) -> str | None:
+    """What to tell of an error that was raised in ``source``; None if that is not enough."""
+    is_own = source.parent == Path(__file__).resolve().parent or "hf_comera" in source.parts
+    if isinstance(problem, ValueError) and is_own:
+        return str(problem)
+    if isinstance(problem, OSError) and is_own and problem.errno is not None:
+        return f"{problem.strerror}: {problem.filename}."
+    refusal = disk_refusal(problem)
+    if refusal is None or refusal[0] not in REFUSALS:
+        return None
+    named = f" {problem.filename}" if isinstance(problem, OSError) and problem.filename else ""
+    return (
+        f"The disk refused a file{named} ({refusal[1]}). Make room, or name a folder that can be written, and go on "
+        "with --resume_from_checkpoint latest if there is a checkpoint."
+    )

@@ -45,7 +45,7 @@ Only letters and commas, since some architectures read names as regular expressi
 UNFINISHED = ".saving-"
 """How the names of folders begin in which a save is being written."""
 
-_OF_TORCH = ("PytorchStreamWriter", "inline_container", "Parent directory")
+_OF_TORCH = ("PytorchStreamWriter", "inline_container", "iostream error", "Parent directory")
 """In errors of ``torch.save`` where the disk is full or the folder is gone."""
 
 ABANDONED_SECONDS = 3600
@@ -109,7 +109,7 @@ def disk_refusal(error: BaseException) -> tuple[int, str] | None:
     if code := re.search(r"\(os error (\d+)\)", str(error)):
         return int(code[1]), os.strerror(int(code[1]))
     if any(words in str(error) for words in _OF_TORCH):
-        return errno.EIO, str(error).partition("\n")[0]
+        return errno.EIO, "torch.save could not write a file"
     return None
 
 

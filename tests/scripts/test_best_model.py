@@ -1,5 +1,7 @@
 """scripts/best_model.py: the kept model is the most accurate one so far, and of equals that with the lower loss."""
 
+import errno
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -34,3 +36,21 @@ def test_kept_model(measured, first, kept, tmp_path):
     assert best.step(run) == 10 * kept
     assert BertForSequenceClassification.from_pretrained(tmp_path / "best").classifier.bias[0] == kept
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert best.kept() == tmp_path / "best"
+    shutil.rmtree(tmp_path / "best")
+    with pytest.raises(ValueError, match="the output folder was removed while the run went on"):
+        best.kept()
+
+
+def test_a_full_disk_leaves_nothing(tmp_path):
+    def save_pretrained(folder):
+        folder.mkdir()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    history = History(figures={"accuracy": [(0, 0.5)]}, held_out=[(0, 1.0)])
+    model = SimpleNamespace(save_pretrained=save_pretrained)
+    accelerator = SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model)
+    run = SimpleNamespace(accelerator=accelerator, model=model, history=history, first_choice=0, step=0)
+    with pytest.raises(OSError, match="No space left"):
+        BestModel(tmp_path / "best").consider(run)
+    assert not list(tmp_path.iterdir())

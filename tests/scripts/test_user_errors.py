@@ -1,5 +1,6 @@
 """scripts/user_errors.py: what a user can mend ends a script with its message, anything else with its traceback."""
 
+import errno
 import json
 import os
 import subprocess
@@ -7,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
+import user_errors
 from hf_comera import RankAdaptation
+from hf_comera.training.whole_checkpoint import writing
 from loop_settings import check_ranges
 from user_errors import run_script
 
@@ -41,6 +45,53 @@ def test_errors_of_other_packages_keep_their_traceback(capsys):
     with pytest.raises(json.JSONDecodeError):
         run_script(lambda: json.loads("{"))
     assert not capsys.readouterr().err
+
+
+def raising(error):
+    def main():
+        raise error
+
+    return main
+
+
+def writing_below_a_file(tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    return lambda: (tmp_path / "file" / "metrics.json").write_text("{}", encoding="utf-8")
+
+
+DISK = {
+    "full": (lambda _: raising(OSError(errno.ENOSPC, "-", "a/model.bin")), "a/model.bin (No space left on device)"),
+    "read-only": (lambda _: raising(OSError(errno.EROFS, "-", "a")), "a (Read-only file system)"),
+    "of safetensors": (lambda _: raising(SafetensorError("x (os error 28)")), "(No space left on device)"),
+    "of tokenizers": (lambda _: raising(Exception("File too large (os error 27)")), "(File too large)"),
+    "output below a file": (writing_below_a_file, "metrics.json (Not a directory)"),
+}
+
+
+@pytest.mark.parametrize(("main", "message"), DISK.values(), ids=DISK)
+def test_what_a_disk_refuses_is_told_in_a_sentence(main, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(user_errors, "__file__", str(tmp_path / "elsewhere.py"))  # as if raised in another package
+    assert run_script(main(tmp_path)) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Make room" in told
+    assert "Traceback" not in told
+
+
+def test_a_file_that_another_package_misses_keeps_its_traceback(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        run_script(lambda: (tmp_path / "missing").read_text(encoding="utf-8"))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_with_its_remedy(tmp_path, capsys):
+    def main():
+        with writing(tmp_path / "checkpoint-1"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert run_script(main) == 2
+    told = capsys.readouterr().err
+    assert "error: A checkpoint could not be written (No space left on device): make room" in told
+    assert f"{tmp_path / 'checkpoint-1'}.\n" in told
 
 
 def test_status_is_that_of_main():
