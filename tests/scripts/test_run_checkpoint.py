@@ -20,7 +20,7 @@ from run_checkpoint import (
     run_identity,
     save_checkpoint,
 )
-from tests.training.disk_faults import DAMAGES
+from tests.training.disk_faults import DAMAGES, Killed, killed_at
 
 IDENTITY = {"seed": 1, "rank": 16}
 
@@ -82,6 +82,23 @@ def test_a_folder_removed_meanwhile_is_made_again(accelerator, tmp_path):
     shutil.rmtree(tmp_path / "out")
     newest = save(accelerator, tmp_path / "out", 2)
     assert find("latest", tmp_path / "out") == newest
+
+
+def test_killed_at_any_step_of_a_save_a_whole_checkpoint_is_there(accelerator, tmp_path):
+    save(accelerator, tmp_path / "counted", 1, keep=1)
+    with killed_at(1000) as steps:
+        save(accelerator, tmp_path / "counted", 2, keep=1)
+    assert steps[0] > 15
+    for number in range(1, steps[0] + 1):
+        folder = tmp_path / str(number)
+        before = save(accelerator, folder, 1)
+        with killed_at(number), pytest.raises(Killed):
+            save(accelerator, folder, 2, keep=1)
+        found = find("latest", folder)
+        assert found in (before, folder / "checkpoint-2")
+        load_checkpoint(accelerator, found, {})
+        save(accelerator, folder, 3, keep=1)
+        assert [path.name for path in folder.iterdir()] == ["checkpoint-3"]
 
 
 @pytest.fixture

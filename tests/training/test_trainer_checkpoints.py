@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from hf_comera import ComeraTrainer
+from hf_comera.training import whole_checkpoint
 from hf_comera.training.trainer_checkpoints import checkpoint_to_resume
 from hf_comera.training.whole_checkpoint import MANIFEST, UNFINISHED, checkpoints, damage
 from tests.training.disk_faults import DAMAGES, Killed, killed_at
@@ -125,7 +127,8 @@ class StopAfter4(TrainerCallback):
 
 
 def test_killed_at_any_step_of_a_save_it_resumes_and_ends_as_if_it_had_not_been(folder, reference):
-    stopped = train(folder.with_name("stopped"), save_strategy="no", callbacks=[StopAfter4()])
+    settings = {"save_strategy": "no", "save_total_limit": 1, "callbacks": [StopAfter4()]}
+    stopped = train(folder.with_name("stopped"), **settings)
     random_state = torch.get_rng_state()
     shutil.rmtree(folder / "checkpoint-4")
 
@@ -224,16 +227,25 @@ def test_the_best_model_is_kept_and_loaded(limit, tmp_path):
         assert state["best_model_checkpoint"] == str(whole / "checkpoint-2")
 
 
-def test_a_full_disk_is_told_in_a_sentence_and_leaves_nothing(folder, monkeypatch):
+FULL = {  # which library meets it, and how that tells
+    "torch": (torch, "save", RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos"), errno.EIO),
+    "python": (torch, "save", OSError(errno.EROFS, "Read-only file system"), errno.EROFS),
+    "safetensors": (Trainer, "save_model", SafetensorError("I/O error: full (os error 28)"), errno.ENOSPC),
+    "fsync": (whole_checkpoint, "sync", OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC),
+}
+
+
+@pytest.mark.parametrize(("owner", "name", "error", "number"), FULL.values(), ids=FULL)
+def test_a_full_disk_is_told_in_a_sentence_and_leaves_nothing(owner, name, error, number, folder, monkeypatch):
     trainer = make(folder)
 
     def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match=r"could not be written \(No space left.*resume from checkpoint-4") as caught:
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(OSError, match=r"could not be written \(.*make room.*resume from checkpoint-4") as caught:
         trainer.train(resume_from_checkpoint=True)
-    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.errno == number
     assert str(folder) in str(caught.value)
     assert [path.name for path in checkpoints(folder)] == ["checkpoint-2", "checkpoint-4"]
     assert not (folder / UNFINISHED).exists()
