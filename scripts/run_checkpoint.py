@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import pickle
 import shutil
 from collections.abc import Callable, Mapping
@@ -148,7 +149,7 @@ def find_checkpoint(wanted: str, folder: Path, command: Callable[[Path], str]) -
         newest, flaws = newest_whole(folder, _flaw)
         if newest is None:
             raise ValueError(_none_to_resume(folder, flaws))
-        for flaw in flaws:
+        for flaw in flaws if os.environ.get("LOCAL_RANK", "0") == "0" else ():  # all processes look
             logger.warning("Passed over, since %s.", flaw)
         return newest
     path = Path(wanted)

@@ -146,6 +146,12 @@ def test_checkpoints_of_other_settings_are_refused(arguments, tmp_path):
         pretrain_codebert.main([*resumed, "--learning_rate", "0.5"])
     with pytest.raises(ValueError, match="total_steps was 8, is 9"):
         pretrain_codebert.main([*resumed, "--max_train_steps", "9"])
+    before, newest = (tmp_path / "out" / f"checkpoint-{step}" for step in (3, 6))
+    (newest / "optimizer.bin").unlink()
+    with pytest.raises(ValueError, match=r"optimizer.bin is missing. The newest whole one before it:") as caught:
+        pretrain_codebert.main([*kept, "--resume_from_checkpoint", str(newest)])
+    assert f"accelerate launch {pretrain_codebert.SCRIPT} --train_file" in str(caught.value)
+    assert str(caught.value).endswith(f"--checkpointing_steps 3 --resume_from_checkpoint {before}")
 
 
 def test_sequences_longer_than_the_model_are_refused(arguments, tmp_path):
@@ -168,14 +174,22 @@ def test_command_to_resume_drops_how_the_run_began(given, kept):
 
 
 @pytest.mark.slow
-def test_two_processes_train_together(arguments, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
-    sources = {"PYTHONPATH": str(SCRIPT.parents[1])}
-    finished = subprocess.run(
-        [*command, *arguments], cwd=tmp_path, env=os.environ | sources, capture_output=True, text=True, timeout=120
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
+def test_two_processes_train_together_and_resume(arguments, tmp_path):
+    def launch(*more):
+        program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
+        sources = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
+        command = [*program, *arguments, "--checkpointing_steps", "3", *more]
+        finished = subprocess.run(command, cwd=tmp_path, env=sources, capture_output=True, text=True, timeout=120)
+        assert finished.returncode == 0, finished.stderr[-3000:]
+        return finished
+
+    finished = launch()
     figures = metrics(arguments)
     assert len(figures["losses"]) == 8
     assert figures["reload_is_bit_equal"]
     assert finished.stdout.count("Held-out function 1") == 1
+    (tmp_path / "out" / "checkpoint-6" / "random_states_1.json").write_text("{}", encoding="utf-8")
+    resumed = launch("--resume_from_checkpoint", "latest")
+    assert resumed.stderr.count("random_states_1.json has 2 bytes") == 1  # one process tells
+    assert "checkpoint-3, after step 3" in resumed.stdout
+    assert metrics(arguments)["losses"] == figures["losses"]
