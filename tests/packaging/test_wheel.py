@@ -58,8 +58,9 @@ def test_finds_its_cuda_sources_where_it_is_installed(wheel, tmp_path):
     assert done.stdout.strip() == str(tmp_path / "hf_comera" / "kernels"), done.stderr
 
 
-def test_an_editable_install_finds_its_cuda_sources(tmp_path):
-    source, target = copied_sources(tmp_path / "source"), tmp_path / "wheel"
+def test_an_editable_install_works_beside_the_clone_and_finds_its_cuda_sources(tmp_path):
+    """There the folder of the clone, which has the name of the package, is on the path and holds no package."""
+    source, target = copied_sources(tmp_path / "hf_comera"), tmp_path / "wheel"
     target.mkdir()
     build = BUILD.replace("build_wheel", "build_editable")
     done = subprocess.run([sys.executable, "-c", build, target], cwd=source, capture_output=True, text=True)
@@ -69,12 +70,13 @@ def test_an_editable_install_finds_its_cuda_sources(tmp_path):
         archive.extractall(tmp_path / "site")
     program = (
         f"import site; site.addsitedir({str(tmp_path / 'site')!r}); "
+        "from hf_comera import ComeraConfig; "
         "from hf_comera.ops.kernel_build import sources_folder; print(sources_folder())"
     )
     path = os.pathsep.join([str(tmp_path / "site"), sysconfig.get_path("purelib")])  # -S: no .pth of other installs
     done = subprocess.run(
         [sys.executable, "-S", "-c", program],
-        cwd=tmp_path,
+        cwd=source.parent,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
