@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from hf_comera.modules.base import TensorTrainModule, removed_output
 from hf_comera.modules.stamp import Kept, can_keep
@@ -94,6 +95,8 @@ class TTMEmbedding(TensorTrainModule):
             if project:
                 return removed_output(x, self.num_embeddings, bias)
             return self.core_0.new_zeros(*x.shape, self.embedding_dim)
+        if torch.compiler.is_exporting() and not self.training:
+            return self._by_torch_alone(x, project, bias)
         parameters = self.train_parameters()
         if not torch.is_grad_enabled() and can_keep(parameters):
             return self._from_tables(parameters, x, project, bias)
@@ -110,6 +113,22 @@ class TTMEmbedding(TensorTrainModule):
                 return project_on_tables(x, tables, self.num_embeddings, bias)
             check_ids(x, self.num_embeddings)
             return look_up_in_tables(x, tables, self.num_embeddings, self.embedding_dim, self.core_0.dtype)
+
+    def _by_torch_alone(self, x: Tensor, project: bool, bias: Tensor | None) -> Tensor:
+        """The same for programs that ``torch.export`` makes: in operations that every runtime knows, as ONNX's do.
+
+        Ids are not checked there, and a head makes the whole table: its slices would be a graph of hundreds of nodes.
+        """
+        x = autocast_input(x) if project else x
+        with without_autocast(x):
+            if project:
+                return linear(x, self.dense().to(x.dtype), None if bias is None else bias.to(x.dtype))
+            left, right, *_ = half_tables(self.gated_cores())
+            ids = x.reshape(-1).long()
+            row, column = ids // right.shape[0], ids % right.shape[0]
+            rows = torch.bmm(left.index_select(0, row), right.index_select(0, column))
+            rows = rows.flatten(1)[:, : self.embedding_dim].to(self.core_0.dtype)
+            return rows.reshape(*x.shape, self.embedding_dim)
 
     def train(self, mode: bool = True) -> "TTMEmbedding":
         """Set the training mode, and free the half tables that were kept."""

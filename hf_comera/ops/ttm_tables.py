@@ -73,7 +73,7 @@ def _split(cores: list[Tensor]) -> int:
         right = math.prod(size for core in cores[split:] for size in core.shape[1:3])
         return (left + right) * cores[split].shape[0]
 
-    return min(range(1, len(cores)), key=entries)
+    return min((entries(split), split) for split in range(1, len(cores)))[1]  # a key is what dynamo cannot trace
 
 
 def _separate(table: Tensor, order: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.export import Dim
 from torch.nn.functional import embedding
 
 from hf_comera.modules import TTMEmbedding
@@ -18,6 +19,45 @@ def test_equals_nn_embedding_with_its_dense_table(num_embeddings, embedding_dim,
     assert layer.dense().shape == (num_embeddings, embedding_dim)
     x = torch.randn(2, embedding_dim, dtype=torch.float64)
     torch.testing.assert_close(layer(x, project=True), x @ layer.dense().T)
+
+
+def exported(layer, x, strict=False, **settings):
+    """The program that ``torch.export`` makes of a call, for inputs of other sizes, and names of its operators."""
+    program = torch.export.export(
+        layer, (x,), settings, dynamic_shapes={"x": {0: Dim.AUTO, 1: Dim.AUTO}, **dict.fromkeys(settings)}
+    )
+    program = program.run_decompositions()
+    return program.module(), {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("num_embeddings", "embedding_dim", "strict"), [(241, 48, False), (57, 11, True)])
+def test_an_exported_layer_is_made_of_operators_of_torch(num_embeddings, embedding_dim, strict, dtype, error):
+    layer = TTMEmbedding(num_embeddings, embedding_dim, ranks=3, padding_idx=0, dtype=dtype).eval()
+    layer.add_rank_gates()
+    uses = [
+        (torch.randint(num_embeddings, (3, 7), dtype=torch.int32), {}),
+        (
+            torch.randn(3, 7, embedding_dim, dtype=dtype),
+            {"project": True, "bias": torch.randn(num_embeddings).to(dtype)},
+        ),
+    ]
+    for x, settings in uses:
+        program, operators = exported(layer, x[:2, :5].contiguous(), strict, **settings)
+        found, expected = program(x, **settings), layer(x, **settings)
+        assert not [name for name in operators if "comera" in name]
+        assert found.dtype == expected.dtype
+        assert (found - expected).norm() <= error * expected.norm()
+
+
+def test_an_exported_layer_that_trains_keeps_the_gradient_of_its_operator():
+    layer = TTMEmbedding(57, 12, ranks=3, padding_idx=4)
+    look_up, operators = exported(layer, torch.tensor([[1, 4], [4, 2]]))
+    assert "hf_comera.ttm_lookup.default" in operators
+    gradients = [
+        torch.autograd.grad(call(torch.tensor([[4]])).sum(), [*call.parameters()]) for call in (look_up, layer)
+    ]
+    torch.testing.assert_close(*gradients)
 
 
 def test_published_shape_of_bert():
