@@ -131,13 +131,21 @@ class ComeraModel:
         new_size = -(-(asked.get("new_num_tokens") or embedding.num_embeddings) // multiple) * multiple
         if new_size == embedding.num_embeddings:
             return embedding
+        raise ValueError(self._how_to_resize(embedding, new_size))
+
+    def _how_to_resize(self, embedding: TTMEmbedding, new_size: int) -> str:
+        (name,) = (name for name, module in self.named_modules() if module is embedding)
+        dense = f"ComeraConfig(exclude_modules=[{name.rpartition('.')[2]!r}], ...)"
         mergeable = all(module.rank_activation is None for module in _trains(self).values())
-        raise ValueError(
-            f"resize_token_embeddings({new_size}): the embedding is compressed with {embedding.num_embeddings} rows. "
+        return (
+            f"resize_token_embeddings({new_size}): the embedding {name!r} is compressed with "
+            f"{embedding.num_embeddings} rows. "
             + (
-                "Call model.merge_and_unload(), resize, and compress again with get_comera_model(model, config)."
+                f"Call model.merge_and_unload(), resize, and compress again with get_comera_model(model, {dense}), "
+                "which leaves the embedding dense, so that it keeps its values and can grow."
                 if mergeable
-                else f"With a rank activation it cannot be merged: build a new model with vocab_size={new_size}."
+                else f"With a rank activation it cannot be merged: build a new model with vocab_size={new_size}, or "
+                f"with {dense}, whose embedding stays dense and can grow."
             )
         )
 

@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import re
 import subprocess
 import sys
 
@@ -163,7 +164,10 @@ def test_a_lossy_decomposition_is_told(caplog):
 def test_resizing_a_compressed_embedding_raises_with_the_way_out():
     model = compressed(ARCHITECTURES["gpt2"])
     assert model.resize_token_embeddings(241) is model.get_input_embeddings()
-    with pytest.raises(ValueError, match=r"resize_token_embeddings\(250\).*241 rows.*merge_and_unload"):
+    way_out = (
+        r"resize_token_embeddings\(250\).*'transformer.wte'.*241 rows.*merge_and_unload.*exclude_modules=\['wte'\]"
+    )
+    with pytest.raises(ValueError, match=way_out):
         model.resize_token_embeddings(250)
     nonlinear = compressed(ARCHITECTURES["gpt2"], rank_activation="silu")
     with pytest.raises(
@@ -175,6 +179,21 @@ def test_resizing_a_compressed_embedding_raises_with_the_way_out():
             model.resize_token_embeddings(**options)
     dense_embedding = compressed(ARCHITECTURES["llama-untied"], exclude_modules=["embed_tokens"])
     assert dense_embedding.resize_token_embeddings(250).num_embeddings == 250
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-mlm", "llama-untied"])
+def test_the_way_out_of_resizing_keeps_what_the_model_computes(name):
+    model, inputs = compressed(ARCHITECTURES[name]), ARCHITECTURES[name].inputs()
+    expected = model(**inputs).logits
+    with pytest.raises(ValueError, match="resize_token_embeddings") as refusal:
+        model.resize_token_embeddings(250)
+    (excluded,) = re.search(r"exclude_modules=\['(\w+)'\]", str(refusal.value)).groups()
+    model.merge_and_unload().resize_token_embeddings(250)
+    model = get_comera_model(model, ComeraConfig(rank=4, exclude_modules=[excluded])).eval()
+    logits = model(**inputs).logits
+    assert logits.shape[-1] == 250
+    assert (logits[..., :241] - expected).norm() / expected.norm() < 1e-4
+    assert model.resize_token_embeddings(260).num_embeddings == 260
 
 
 def test_merging_a_dense_model_raises():
