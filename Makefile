@@ -11,9 +11,10 @@ SANITIZER ?= compute-sanitizer
 # All four said, so that `accelerate launch` neither asks nor prints a warning about defaults.
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 DEMO_ARGS ?=
+SWEEP_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check format test test-slow test-gpu sanitize-gpu bench clean
+.PHONY: help install demo check format test test-slow test-gpu sanitize-gpu bench sweep clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -54,6 +55,9 @@ sanitize-gpu: $(STAMP)  ## the tests of the kernels on a GPU under compute-sanit
 
 bench: $(STAMP)  ## run every benchmark script, one after the other
 	@set -e; for script in scripts/bench_*.py; do echo "$$script"; $(BIN)/python $$script; done
+
+sweep: $(STAMP)  ## check every architecture of Transformers, about an hour; goes on where it was stopped
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/sweep_architectures.py $(SWEEP_ARGS)
 
 clean:  ## remove .venv and what builds and tools leave behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
