@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["PAGE", "verdict_of", "with_tables"]
+__all__ = ["PAGE", "VERDICTS", "verdict_of", "with_tables"]
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 BLOCK = re.compile(r"(<!-- architectures: begin -->\n).*?(<!-- architectures: end -->)", re.DOTALL)

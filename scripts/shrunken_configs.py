@@ -4,6 +4,7 @@ Layers become two (more where layers are of several kinds, one of each), widths 
 that follow from these (sizes of a head, lists with an entry a layer, ids of tokens) follow. Sub-configs too.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,7 @@ RULES: tuple[tuple[str, Callable[[int], int]], ...] = (
      _at_most(HEAD_WIDTH)),
     (r"(\w+_)?lora_rank", _at_most(16)),
     (r"(\w+_)?d_state|(\w+_)?state_size|time_step_rank", _at_most(8)),
+    (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", _at_most(8)),
     (r"(\w+_)?(num_attention_heads|attention_heads|num_heads|n_heads?|num_query_heads|num_value_heads)",
      _at_most(HEADS)),
     (r"index_n_heads|linear_num_key_heads", _at_most(2)),
@@ -69,6 +71,7 @@ RULES: tuple[tuple[str, Callable[[int], int]], ...] = (
      r"embedding_dim|projection_size|proj_size|proj_dim|width|output_size|hidden_channels|latent_size|d_embed|"
      r"dimension|output_channels|hidden_dimension|d_latents|projector_dim|filter_size|fusion_size)(_\w*input)?",
      _all_at_most(WIDTH)),
+    (r"upsample_groups", _all_at_most(WIDTH)),
     (r"max_source_positions", _at_most(32)),
     (r"sliding_window(_size)?|attention_window|attention_chunk_size|local_attention", _at_most(4)),
     (r"(max_\w*position\w*|n_positions|n_ctx|max_seq_len|seq_length|max_sequence_length|context_length)",
@@ -119,7 +122,9 @@ def _changes(config: PreTrainedConfig, ids: Mapping[int, int]) -> dict[str, Any]
         elif isinstance(value, int) and not isinstance(value, bool):
             changes[name] = _smaller(name, value)
     changes |= _key_value_heads(settings) | _stages(settings) | _fewer_layers(config, 2)
-    return {name: value for name, value in changes.items() if value is not settings.get(name)}
+    return {
+        name: value for name, value in changes.items() if value is not settings.get(name) and _is_given(config, name)
+    }
 
 
 def _smaller(name: str, value: int) -> int:
@@ -140,17 +145,20 @@ def _key_value_heads(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _stages(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Hierarchical models: stages of at most two layers, widths from 16 on, heads in the same proportions."""
     changes: dict[str, Any] = {}
+    attends = any(re.search("heads|channel_list", name) for name in settings)  # others are left as wide as they are
     for name, value in settings.items():
         if not isinstance(value, list | tuple) or not value or not all(type(size) is int for size in value):
             continue
         if name in STAGE_DEPTHS:
             changes[name] = type(value)(min(depth, 2) for depth in value)
-        elif name in STAGE_WIDTHS and len(set(value)) > 1:
-            changes[name] = type(value)(max(size * 16 // min(value), 1) for size in value)
-        elif name in STAGE_WIDTHS:
-            changes[name] = type(value)(min(size, 32) for size in value)
+        elif name in STAGE_WIDTHS and attends and all(size * 16 % min(value) == 0 for size in value):
+            changes[name] = type(value)(size * (32 if len(set(value)) == 1 else 16) // min(value) for size in value)
+        elif name == "decoder_in_channels":
+            changes[name] = type(value)([WIDTH] * len(value))
         elif name in STAGE_HEADS:
             changes[name] = type(value)(size // math.gcd(*value) for size in value)
+    if "embed_dim_per_stage" in settings:
+        changes["hidden_size"] = 16
     if isinstance(settings.get("num_heads"), list | tuple) and isinstance(settings.get("embed_dim"), int):
         changes["embed_dim"] = 16
     return changes
@@ -171,7 +179,9 @@ def _fewer_layers(config: PreTrainedConfig, limit: int, *, everywhere: bool = Fa
         for name, value in settings.items()
         if type(value) is int and LAYERS.fullmatch(name) and value not in stages
     }
-    limit = max(limit, len(getattr(config, "out_indices", None) or ()))
+    named = [v for name, v in settings.items() if LAYER_NUMBERS.fullmatch(name) and isinstance(v, list | tuple)]
+    outputs = [*named, getattr(config, "out_indices", None) or ()]
+    limit = max(limit, min(max(map(len, outputs)), MOST_KINDS_OF_LAYERS))
     changes: dict[str, Any] = {name: min(value, limit) for name, value in numbers.items()}
     for number in {value for value in numbers.values() if value > limit}:
         lists = {
@@ -185,12 +195,15 @@ def _fewer_layers(config: PreTrainedConfig, limit: int, *, everywhere: bool = Fa
         changes |= {name: _within(value, depth) for name, value in settings.items() if LAYER_NUMBERS.fullmatch(name)}
         if getattr(config, "out_indices", None) and not stages:
             changes |= _outputs(config, depth)
+    if "attention_types" in settings:  # GPT-Neo's way to say it: kinds of layers, and how often they follow each other
+        kinds = settings["attention_types"][0][0]
+        changes["attention_types"] = [[kinds, changes["num_layers"] // len(kinds)]]
     if everywhere:
         parts = {name: value for name, value in settings.items() if isinstance(value, PreTrainedConfig)}
         changes |= {
             name: _merged(_plain(part), _fewer_layers(part, limit, everywhere=True)) for name, part in parts.items()
         }
-    return changes
+    return {name: value for name, value in changes.items() if _is_given(config, name)}
 
 
 def _one_of_each(entries: Sequence[Any], limit: int) -> list[int]:
@@ -210,7 +223,9 @@ def _one_of_each(entries: Sequence[Any], limit: int) -> list[int]:
 def _within(value: Any, depth: int) -> Any:
     """Numbers of layers, no larger than there are: the last ones count from the end."""
     if isinstance(value, list | tuple) and all(type(number) is int for number in value):
-        return type(value)(dict.fromkeys(number if -depth <= number < depth else depth - 1 for number in value))
+        if all(-depth <= number < depth for number in value):
+            return value
+        return type(value)(range(max(depth - len(value), 0), depth))
     return (
         depth - 1 if type(value) is int and value >= depth else -1 if type(value) is int and value < -depth else value
     )
@@ -221,7 +236,7 @@ def _outputs(config: Any, depth: int) -> dict[str, Any]:
     number = len(config.out_indices)
     indices = range(depth - number + 1, depth + 1)
     names = ["stem", *(f"stage{index}" for index in range(1, depth + 1))]
-    return {"out_features": [names[index] for index in indices], "out_indices": list(indices), "stage_names": names}
+    return {"out_features": [names[index] for index in indices], "out_indices": list(indices)}
 
 
 def _smaller_rope(value: dict[str, Any], in_sections: bool) -> dict[str, Any]:
@@ -262,8 +277,13 @@ def _renumbered(value: Any, ids: Mapping[int, int]) -> Any:
 
 def _plain(config: PreTrainedConfig) -> dict[str, Any]:
     """A config as a dictionary, with what its class needs to be found."""
-    left_out = {"per_layer_config", "transformers_version", "architectures", "dtype", "_name_or_path"}
-    return {name: value for name, value in config.to_dict().items() if name not in left_out}
+    return {name: value for name, value in config.to_dict().items() if name == "model_type" or _is_given(config, name)}
+
+
+def _is_given(config: PreTrainedConfig, name: str) -> bool:
+    """Whether this is a setting that the config is made with, not one that follows from others."""
+    names = {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else {name}
+    return name in names | {"out_features", "out_indices"} and name not in ("dtype", "architectures")
 
 
 def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

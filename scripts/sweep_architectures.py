@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from architecture_checks import CHECKS, DENSE, sweep_architecture
 from architecture_classes import model_types
-from architecture_page import PAGE, verdict_of, with_tables
+from architecture_page import PAGE, VERDICTS, verdict_of, with_tables
 from interleaved_timing import RESULTS, positive_integer, replace_rows
 from limited_process import Stopped, call_limited
 
@@ -46,10 +46,11 @@ layers, meta device) the default targets leave dense, and the largest such part.
 EPILOG = """\
 A sweep of all architectures takes about an hour on one core. It goes on where it
 was stopped: rows of the installed torch and Transformers are kept unless --again
-is given. After each stop the page is written anew from all rows; a test compares
-the two. A failure to look at: run the script with that model type alone.
+is given, or --retry and the row is no success. The page is written anew with
+each row; a test compares the two. To look at a failure, run the script with that
+model type alone.
 """
-IMPORTED_ONCE = ("torch", "transformers.generation", "datasets", "architecture_checks")
+IMPORTED_ONCE = ("transformers.models.auto.modeling_auto", "transformers.generation", "datasets", "hf_comera", "peft")
 IDENTITY = ("model_type", "torch", "transformers")
 COLUMNS = (
     "model_type", "class", "kind", "verdict", "inputs", DENSE, *CHECKS, "stopped", "parameters", "stays_dense",
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.check:
         return check_page(args.page, args.results)
     rows = [] if args.page_only else sweep(args)
-    args.page.write_text(with_tables(args.page.read_text(encoding="utf-8"), read_rows(args.results)), encoding="utf-8")
+    write_page(args.page, args.results)
     return int(any(row["verdict"] == "failed" for row in rows))
 
 
@@ -74,6 +75,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=DESCRIPTION, epilog=EPILOG, formatter_class=keep_lines)
     parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help="as in config.json; default: all")
     parser.add_argument("--again", action="store_true", help="also where there is a row of these versions")
+    parser.add_argument("--retry", action="store_true", help="also where there is one, but it says that nothing works")
     parser.add_argument("--seconds", type=positive_integer, default=120, help="for each; default %(default)s")
     parser.add_argument("--gib", type=positive_integer, default=10, help="of address space; default %(default)s")
     parser.add_argument("--page-only", action="store_true", help="sweep nothing, write the page from the rows")
@@ -89,7 +91,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def sweep(args: argparse.Namespace) -> list[Row]:
     """Rows of the architectures that have none yet, written one by one."""
-    known = {tuple(row[name] for name in IDENTITY) for row in read_rows(args.results)}
+    answered = ("works", "nothing to compress") if args.retry else VERDICTS
+    known = {tuple(row[name] for name in IDENTITY) for row in read_rows(args.results) if row["verdict"] in answered}
     wanted = [
         model_type
         for model_type in args.model_types or model_types()
@@ -104,6 +107,7 @@ def sweep(args: argparse.Namespace) -> list[Row]:
                 progress.update(task, description=model_type)
                 rows.append(row_of(model_type, args.seconds, args.gib))
                 replace_rows(args.results, [{name: rows[-1].get(name, "") for name in COLUMNS}], IDENTITY)
+                write_page(args.page, args.results)
                 progress.advance(task)
                 if rows[-1]["verdict"] not in ("works", "nothing to compress"):
                     progress.print(f"{model_type}: {rows[-1]['verdict']} {_first_problem(rows[-1])}", markup=False)
@@ -139,6 +143,11 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return []
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+def write_page(page: Path, results: Path) -> None:
+    """Put the tables of the rows into the page."""
+    page.write_text(with_tables(page.read_text(encoding="utf-8"), read_rows(results)), encoding="utf-8")
 
 
 def check_page(page: Path, results: Path) -> int:

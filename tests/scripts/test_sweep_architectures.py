@@ -140,6 +140,12 @@ def test_it_goes_on_where_it_was_stopped(sweep):
     assert sweep("bert", "vit", "--again")[0] == ["bert", "vit"]
 
 
+def test_what_did_not_work_is_tried_again_if_asked_for(sweep):
+    sweep("bert", "gpt2")
+    assert sweep("bert", "gpt2")[0] == []
+    assert sweep("bert", "gpt2", "--retry")[0] == ["gpt2"]
+
+
 def test_rows_of_other_versions_are_no_answer(sweep, monkeypatch):
     sweep("bert")
     monkeypatch.setattr(sweep_architectures, "versions", lambda: {"torch": "9.9", "transformers": "8.8"})
