@@ -9,10 +9,12 @@ import torch
 from hf_comera import ComeraConfig, add_rank_gates, get_comera_model
 from hf_comera.modules import TensorTrainModule
 from hf_comera.ops import model_halves, use_kernels
+from hf_comera.ops.kernels import emulated_kernels
 from hf_comera.training.pruning import cut_ranks
 from tests.architectures import ARCHITECTURES
 from tests.integration.test_training_loops import CHECKPOINTING
 from tests.training.graphed_runs import Run, batches_of
+from tests.training.tape_capture import tape_kernels, use_tape
 
 ttm_lookup = sys.modules["hf_comera.ops.ttm_lookup"]  # as an attribute of its package it is the function
 CALLS = {
@@ -102,6 +104,18 @@ def test_train_as_in_torch(name, done, tolerance, served, calls):
     for one, other in zip(found, expected, strict=True):
         error = (one.double() - other.double()).norm()
         assert error <= tolerance * max(other.double().norm(), 1e-3), (one.shape, error, other.norm())
+
+
+def test_steps_with_kernels_go_on_a_tape(served, monkeypatch):
+    if served.type != "cpu":
+        pytest.skip("the next test has real graphs")
+    batches = batches_of(count=4)
+    plain = Run(num_warmup_steps=1).plainly(batches)
+    use_tape(monkeypatch)
+    tape_kernels(monkeypatch, emulated_kernels())
+    taped = Run(num_warmup_steps=1).by_graph(batches)
+    assert taped.step.num_replays == 3
+    torch.testing.assert_close(taped.losses, plain.losses, rtol=1e-5, atol=0)
 
 
 @pytest.mark.gpu
