@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("ranks", "speed", "memory", "cuda_graphs", "weights")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("ranks", "resuming", "speed", "memory", "cuda_graphs", "weights")),
 ]
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 RUN, DO_NOT_RUN = "python", "python no-run"  # the second needs the real Hub

@@ -111,3 +111,20 @@ def test_accelerate_resumes_exactly_across_a_cut(optimizer, saved_after, tmp_pat
     train(*resumed, 6 - saved_after)
     assert same(whole[1], resumed[1])
     assert whole[3].state_dict() == resumed[3].state_dict()
+
+
+RESUMED_BY_THE_OTHER = [
+    (ComeraTrainer, Trainer, "different number of parameter groups"),  # torch's own; docs/resuming.md explains it
+    (Trainer, ComeraTrainer, "The state is not one of TTMuon"),
+]
+
+
+@pytest.mark.parametrize(("writer", "reader", "message"), RESUMED_BY_THE_OTHER)
+def test_plain_trainer_and_ours_refuse_checkpoints_of_each_other(writer, reader, message, tmp_path):
+    def make(trainer_class, folder):
+        args = arguments(folder, save_strategy="steps", save_steps=1, max_steps=2)
+        return trainer_class(model=compressed(), args=args, train_dataset=examples())
+
+    make(writer, tmp_path / "first").train()
+    with pytest.raises(ValueError, match=message):
+        make(reader, tmp_path / "second").train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-1"))
