@@ -7,6 +7,7 @@ STAMP := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest
 WORKERS ?= 2
 SANITIZER ?= compute-sanitizer
+STEP_SECONDS ?= 480
 
 # All four said, so that `accelerate launch` neither asks nor prints a warning about defaults.
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
@@ -14,7 +15,7 @@ DEMO_ARGS ?=
 SWEEP_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check format test test-slow test-gpu sanitize-gpu bench sweep clean
+.PHONY: help install demo check format test test-slow test-gpu sanitize-gpu gpu-report bench sweep clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +53,11 @@ sanitize-gpu: $(STAMP)  ## the tests of the kernels on a GPU under compute-sanit
 		-k "not captured"
 	$(SANITIZER) --tool racecheck --error-exitcode 1 $(PYTEST) -m gpu tests/kernels
 	$(SANITIZER) --tool synccheck --error-exitcode 1 $(PYTEST) -m gpu tests/kernels
+
+# The interpreter as it is given: a machine with a GPU may have packages of its own, and no network to make .venv from.
+gpu-report:  ## test and measure on a GPU with $(PYTHON) itself; call it again until it is complete. REHEARSE=1: on a CPU
+	$(PYTHON) scripts/gpu_report.py --seconds $(STEP_SECONDS) --sanitizer "$(SANITIZER)" $(if $(OUT),--out "$(OUT)") \
+		$(if $(WORK),--work "$(WORK)") $(if $(ONLY),--only $(ONLY)) $(if $(REHEARSE),--rehearse)
 
 bench: $(STAMP)  ## run every benchmark script, one after the other
 	@set -e; for script in scripts/bench_*.py; do echo "$$script"; $(BIN)/python $$script; done

@@ -52,6 +52,8 @@ SHAPES = [
     *BLOCK_SHAPES,
 ]
 SMALL_SHAPES = [(40, 64, 96, 16)]
+IDENTITY = ["op", "format", "tokens", "layers", "in", "out", "rank", "gpu"]
+"""Columns that tell rows of the results file apart."""
 GELU = WideForm("gelu", (0,))
 
 
@@ -70,18 +72,13 @@ def main() -> None:
     show_ceilings(console, ceilings)
     rows: list[dict[str, object]] = []
     for name in ["bf16"] if args.emulated else FORMATS:
-        dtype = use_format(name)
         for case, make, shape in cases(name, args.emulated):
-            candidates = make(shape, dtype, device)
-            check_agreement(str(case), candidates[KERNEL](), candidates[TORCH](), TOLERANCE[name])
-            floor = ceilings.seconds(WORK[str(case["op"])](shape, dtype.itemsize), name)
-            rows.append(case | figures(time_on(device, candidates, args.rounds), floor))
+            rows.append(measure_case(case, make, shape, device, ceilings, args.rounds))
     rows += decoder_block(rows)
     report(console, rows)
     if not args.emulated and not args.no_save:
         here = machine() | {"gpu": torch.cuda.get_device_name(device)}
-        identity = ["op", "format", "tokens", "layers", "in", "out", "rank", "gpu"]
-        replace_rows(RESULTS / "bench_kernels.csv", [row | here for row in rows], identity)
+        replace_rows(RESULTS / "bench_kernels.csv", [row | here for row in rows], IDENTITY)
 
 
 def cases(name: str, emulated: bool) -> Iterator[tuple[dict[str, object], Callable[..., Any], tuple[int, ...]]]:
@@ -92,6 +89,27 @@ def cases(name: str, emulated: bool) -> Iterator[tuple[dict[str, object], Callab
     for op, (names, make, shapes, small_shapes) in ops.items():
         for shape in small_shapes if emulated else shapes:
             yield {"op": op, "format": name} | dict(zip(names, shape, strict=True)), make, shape
+
+
+def measure_case(
+    case: dict[str, object],
+    make: Callable[..., Any],
+    shape: tuple[int, ...],
+    device: torch.device,
+    ceilings: Ceilings,
+    rounds: int,
+) -> dict[str, object]:
+    """The row of one case.
+
+    Raises:
+        RuntimeError: If kernel and plain torch disagree.
+    """
+    name = str(case["format"])
+    dtype = use_format(name)
+    candidates = make(shape, dtype, device)
+    check_agreement(str(case), candidates[KERNEL](), candidates[TORCH](), TOLERANCE[name])
+    floor = ceilings.seconds(WORK[str(case["op"])](shape, dtype.itemsize), name)
+    return case | figures(time_on(device, candidates, rounds), floor)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -8,14 +8,17 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from epoch_batches import EpochBatches
+
+if TYPE_CHECKING:
+    from datasets import Dataset  # only named: gpu_report.py takes batches and losses where it is not installed
 
 IGNORED = -100
 # Streams of random numbers that must not meet, nor that of the order of an epoch.
@@ -101,7 +104,7 @@ class TrainingBatches(EpochBatches):
 
     def __init__(
         self,
-        rows: Dataset,
+        rows: "Dataset",
         lengths: np.ndarray,
         masking: Masking,
         *,
@@ -117,7 +120,9 @@ class TrainingBatches(EpochBatches):
         return self.masking.batch(sequences, _TRAINING, number, self.process_index)
 
 
-def held_out_batches(rows: Dataset, lengths: np.ndarray, masking: Masking, batch_size: int) -> list[dict[str, Tensor]]:
+def held_out_batches(
+    rows: "Dataset", lengths: np.ndarray, masking: Masking, batch_size: int
+) -> list[dict[str, Tensor]]:
     """All rows in batches of like length, masked once and for all."""
     order = np.argsort(lengths, kind="stable")
     chosen = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]

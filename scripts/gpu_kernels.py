@@ -1,0 +1,45 @@
+"""Steps "kernels-..." of gpu_report.py: the cases of bench_kernels.py, each on its own."""
+
+from functools import partial
+
+import torch
+
+from bench_kernels import cases as kernel_cases
+from bench_kernels import measure_case
+from gpu_worker import Cases, Row
+from hf_comera.ops import kernel_switch, use_kernels
+from hf_comera.ops.kernels import emulated_kernels, kernels_refusal
+from interleaved_timing import machine
+from kernel_floors import Ceilings, measure_ceilings
+
+__all__ = ["run"]
+
+
+def run(cases: Cases) -> None:
+    """All cases of the step; a case where kernel and plain torch disagree has failed, and the others go on."""
+    device, rounds = torch.device(cases.device, None if cases.rehearsal else 0), cases.settings["rounds"]
+    use_kernels(False)  # plain torch is what they are compared with
+    kernel_switch.KERNEL_DEVICES = (device.type,)
+    if cases.rehearsal:
+        emulated_kernels()
+    elif reason := kernels_refusal(device):
+        raise SystemExit(reason)
+    torch.manual_seed(0)
+    ceilings = measure_ceilings(device, rounds, size=64 if cases.rehearsal else 8192)
+    cases.run("ceilings", lambda: [{"op": "ceilings", **rates(ceilings)}])
+    for name in cases.settings["formats"]:
+        for case, make, shape in kernel_cases(name, cases.rehearsal):
+            words = " ".join(f"{key} {value}" for key, value in case.items())
+            cases.run(words, partial(measure, case, make, shape, device, ceilings, rounds))
+
+
+def measure(*arguments: object) -> list[Row]:
+    """One row, as in the results file."""
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+    return [measure_case(*arguments) | machine() | {"gpu": gpu}]  # type: ignore[arg-type]
+
+
+def rates(ceilings: Ceilings) -> Row:
+    """The fastest that the device was seen to be."""
+    flops = {f"{name}_tflops": round(rate / 1e12, 1) for name, rate in ceilings.flops_per_s.items()}
+    return {"terabytes_per_s": round(ceilings.bytes_per_s / 1e12, 2), **flops}

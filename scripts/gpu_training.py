@@ -1,0 +1,97 @@
+"""Steps "step-..." and "decoder-block" of gpu_report.py: bench_step.py under each treatment of both forms."""
+
+import gc
+from argparse import Namespace
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+import bench_step
+from gpu_worker import Cases, Row
+from hf_comera.ops import use_kernels
+from interleaved_timing import TENSOR_TRAIN, machine
+from step_models import build_models
+from step_timing import Step, make_optimizer
+
+__all__ = ["run"]
+
+PROFILED_STEPS, PROFILED_LINES = 3, 25
+ADAMW = "graphs and kernels, AdamW"
+"""The last treatment: the optimizer of the dense model for both."""
+
+
+def run(cases: Cases) -> None:
+    """All treatments of a model; a tensor train alone takes our kernels, the rest is done to both forms."""
+    settings = cases.settings
+    if cases.rehearsal:
+        bench_step.in_own_process = lambda *_: None  # type: ignore[assignment]
+    torch.manual_seed(0)
+    models = build_models(settings["model"], settings["dropout"])
+    for treatment in (*settings["treatments"], ADAMW):
+        cases.run(treatment, partial(measure, models, treatment, cases))
+    cases.run("profile", partial(profile, models[TENSOR_TRAIN], cases))
+
+
+def arguments(treatment: str, cases: Cases) -> Namespace:
+    """What the command line of bench_step.py would have said."""
+    names = ("model", "batch", "dtype", "dropout", "rounds")
+    return Namespace(
+        **{name: cases.settings[name] for name in names}, device=cases.device, threads=torch.get_num_threads(),
+        optimizer="adamw" if treatment == ADAMW else "tt_muon", graphs="graphs" in treatment,
+        kernels="kernels" in treatment, compile="compiled" in treatment,
+    )  # fmt: skip
+
+
+def measure(models: dict[str, PreTrainedModel], treatment: str, cases: Cases) -> list[Row]:
+    """One row, as in the results file, and milliseconds of both forms under one name."""
+    args = arguments(treatment, cases)
+    use_kernels(args.kernels)
+    try:
+        comparison = bench_step.compare(models, args)
+    finally:
+        use_kernels(False)
+        clear(models)
+    named = {form.replace(" ", "_"): comparison.timings.median(form) * 1e3 for form in models}
+    step_ms = {f"{form}_step_ms": round(value, 3) for form, value in named.items()}
+    return [{"treatment": treatment, **step_ms, **comparison.row(), **machine()}]
+
+
+def clear(models: dict[str, PreTrainedModel]) -> None:
+    """Leave nothing on the device of what a treatment put there."""
+    for model in models.values():
+        model.to("cpu")
+        model.zero_grad(set_to_none=True)
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def profile(model: PreTrainedModel, cases: Cases) -> list[Row]:
+    """Where the time of plain steps with kernels goes, by kernel of the device; the table is in the log."""
+    device = torch.device(cases.device)
+    batch = bench_step.random_batch(cases.settings["batch"], device, cases.settings["model"])
+    model.to(device).train()
+    step = Step(model, make_optimizer(model, "tt_muon"), batch, cases.settings["dtype"])
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    use_kernels(True)
+    try:
+        step()
+        with torch.profiler.profile(activities=activities) as profiler:
+            for _ in range(PROFILED_STEPS):
+                step()
+    finally:
+        use_kernels(False)
+        clear({TENSOR_TRAIN: model})
+    events = profiler.key_averages()
+    order = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    print(events.table(sort_by=order, row_limit=PROFILED_LINES, max_name_column_width=90))
+    longest = sorted(events, key=lambda event: getattr(event, order), reverse=True)[:PROFILED_LINES]
+    return [
+        {"treatment": "profile", "kernel": event.key[:120], "calls_a_step": event.count / PROFILED_STEPS,
+         "us_a_step": round(getattr(event, order) / PROFILED_STEPS, 1)}
+        for event in longest
+    ]  # fmt: skip
