@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line, and refuse what this machine cannot do."""
+    """Read the command line."""
     parser = benchmark_parser(DESCRIPTION, rounds=15)
     parser.add_argument("--model", choices=MODELS, default=PAPER, help="default %(default)s")
     parser.add_argument(
@@ -103,6 +103,12 @@ def parse_arguments() -> argparse.Namespace:
         "--kernels", action="store_true", help="the tensor train takes our CUDA kernels; needs --device cuda"
     )
     args = parser.parse_args()
+    check_arguments(parser, args)
+    return args
+
+
+def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse what is no batch, and what this machine cannot do."""
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", args.batch):
         parser.error(f"--batch {args.batch} is not ROWSxTOKENS, such as 32x128")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -111,7 +117,6 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--graphs, --kernels and --dtype tf32 need --device cuda")
     if args.kernels and (reason := kernels_refusal(torch.device("cuda", 0))):
         parser.error(f"--kernels: {reason}")
-    return args
 
 
 def compare(models: dict[str, PreTrainedModel], args: argparse.Namespace) -> Comparison:
