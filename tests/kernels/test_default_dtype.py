@@ -16,12 +16,11 @@ def default_dtype():
 
 # the calls are the same on a GPU, where too small a buffer may go unnoticed
 @pytest.mark.parametrize("device", [torch.device("cpu")], ids=str)
-@pytest.mark.parametrize("other", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("prepare", CALLS)
-def test_results_do_not_depend_on_the_default(prepare, dtype, other, kernels, default_dtype):
+def test_results_do_not_depend_on_the_default(prepare, dtype, kernels, default_dtype):
     results = []
-    for default in (torch.float32, other):
+    for default in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         call = prepare(dtype)
         default_dtype(default)
