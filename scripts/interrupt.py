@@ -27,7 +27,7 @@ class Interrupt:
         self.signal_number = number
 
     def agreed(self, accelerator: Accelerator) -> bool:
-        """Whether any process was asked to stop; all processes get the same answer."""
+        """Whether any process was asked to stop; all processes get the same answer, for which several wait."""
         if accelerator.num_processes == 1:
             return bool(self.signal_number)
         flag = torch.tensor(int(bool(self.signal_number)), device=accelerator.device)

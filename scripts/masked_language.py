@@ -115,9 +115,10 @@ class TrainingBatches(EpochBatches):
         self.rows, self.masking = rows, masking
 
     def make(self, chosen: np.ndarray, number: int) -> dict[str, Tensor]:
-        """The rows ``chosen``, masked as their place in the run says."""
+        """The rows ``chosen``, masked as their place in the run says, and where: on a GPU that takes a wait."""
         sequences = self.rows[chosen.tolist()]["input_ids"]
-        return self.masking.batch(sequences, _TRAINING, number, self.process_index)
+        batch = self.masking.batch(sequences, _TRAINING, number, self.process_index)
+        return {**batch, "hidden_at": _hidden_at(batch["labels"])}
 
 
 def held_out_batches(
@@ -137,15 +138,20 @@ def masked_loss(model: nn.Module, batch: dict[str, Tensor], *, reduction: str = 
 
     Args:
         model: A masked language model, wrapped for distributed training or not.
-        batch: ``input_ids``, ``attention_mask`` and ``labels``.
+        batch: ``input_ids``, ``attention_mask`` and ``labels``, and as :class:`TrainingBatches` makes them also
+            ``hidden_at``, the places of the hidden tokens in the flattened labels.
         reduction: As in ``torch.nn.functional.cross_entropy``.
     """
-    hidden_at = batch["labels"] != IGNORED
+    hidden_at = batch["hidden_at"] if "hidden_at" in batch else _hidden_at(batch["labels"])
     with _head_sees_only(model, hidden_at) as head:
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     if head is None:
-        logits = logits[hidden_at]
-    return nn.functional.cross_entropy(logits.float(), batch["labels"][hidden_at], reduction=reduction)
+        logits = logits.flatten(0, 1)[hidden_at]
+    return nn.functional.cross_entropy(logits.float(), batch["labels"].flatten()[hidden_at], reduction=reduction)
+
+
+def _hidden_at(labels: Tensor) -> Tensor:
+    return (labels.flatten() != IGNORED).nonzero().squeeze(1)
 
 
 @contextlib.contextmanager
@@ -156,7 +162,7 @@ def _head_sees_only(model: nn.Module, positions: Tensor) -> Iterator[nn.Module |
     if head is None:
         yield None
         return
-    hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][positions], *inputs[1:]))
+    hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0].flatten(0, 1)[positions], *inputs[1:]))
     try:
         yield head
     finally:

@@ -79,19 +79,36 @@ class Run:
     """Called whenever new held-out figures are in the history."""
     kept_folder: Path | None = None
     """A folder beside the checkpoints that belongs into each of them."""
+    unread: list[Tensor] = field(default_factory=list)
+    """Loss and tokens of the last steps, still on the device; :meth:`read` moves them into the history."""
 
     @property
     def step(self) -> int:
         """Steps done."""
-        return len(self.history.losses)
+        return len(self.history.losses) + len(self.unread)
 
     @property
     def folder(self) -> Path:
         """Where checkpoints go."""
         return Path(self.settings.output_dir)
 
+    def read(self) -> None:
+        """Wait for the device, and note down what the steps since the last time left there."""
+        if not self.unread:
+            return
+        start = time.perf_counter()
+        for loss_sum, num_tokens in torch.stack(self.unread).tolist():
+            self.history.losses.append(loss_sum / self.accelerator.num_processes)
+            self.history.num_tokens += int(num_tokens)
+        waited = time.perf_counter() - start
+        self.history.seconds += waited
+        for place in range(-len(self.unread), 0):  # which of these steps it was is not known
+            self.history.step_seconds[place] += waited / len(self.unread)
+        self.unread.clear()
+
     def save(self) -> Path:
         """Write a checkpoint of this very moment."""
+        self.read()
         return save_checkpoint(
             self.accelerator, self.folder, self.step,
             identity=self.identity, history=asdict(self.history), stateful=self._stateful,
@@ -139,9 +156,12 @@ def train(run: Run) -> bool:
             measured = last or run.step % settings.eval_steps == 0
             if last and run.adapter:
                 run.adapter.finish()
+            logged = measured or run.step % settings.logging_steps == 0
+            if logged:
+                run.read()
             if measured:
                 measure(run)
-            if measured or run.step % settings.logging_steps == 0:
+            if logged:
                 _show(bar, run)
                 accelerator.log(_figures(run), step=run.step)
             stop = interrupt.agreed(accelerator) and not last
@@ -162,7 +182,10 @@ def measure(run: Run) -> None:
 
 
 def optimizer_step(run: Run, batches: Iterator[Batch]) -> None:
-    """One step over all its accumulated batches; its loss goes into the history."""
+    """One step over all its accumulated batches; its loss stays on the device, which nothing here waits for.
+
+    Transformers does, for a mask of padding, and so does a cut of ranks.
+    """
     start = time.perf_counter()
     accelerator, parts = run.accelerator, run.settings.gradient_accumulation_steps
     sums = torch.zeros(2, device=accelerator.device)  # loss, tokens
@@ -184,9 +207,7 @@ def optimizer_step(run: Run, batches: Iterator[Batch]) -> None:
     if not run.step:
         run.history.first_bytes = bytes_by_kind(run.model, [run.optimizer])._asdict()
     run.optimizer.zero_grad()
-    loss_sum, num_tokens = sums.tolist()
-    run.history.losses.append(loss_sum / accelerator.num_processes)
-    run.history.num_tokens += int(num_tokens)
+    run.unread.append(sums)
     run.history.step_seconds.append(time.perf_counter() - start)
     run.history.seconds += run.history.step_seconds[-1]
 

@@ -153,6 +153,15 @@ def test_loss_is_that_of_the_model(masking, model_class, config):
     torch.testing.assert_close(masked_loss(model, batch, reduction="sum"), model(**batch).loss * count)
 
 
+def test_places_that_come_with_a_batch_change_nothing(masking):
+    model = RobertaForMaskedLM(RobertaConfig(**SMALL, intermediate_size=32)).eval()
+    batch = stream(masking)[0]
+    losses = [masked_loss(model, batch), masked_loss(model, {k: v for k, v in batch.items() if k != "hidden_at"})]
+    assert torch.equal(*losses)
+    assert (batch["labels"].flatten()[batch["hidden_at"]] != IGNORED).all()
+    assert len(batch["hidden_at"]) == (batch["labels"] != IGNORED).sum()
+
+
 def test_model_is_left_as_it_was(masking):
     model = RobertaForMaskedLM(RobertaConfig(**SMALL, intermediate_size=32)).eval()
     batch = masking.batch(sequences(8), 0, 0, 0)
@@ -184,5 +193,5 @@ def test_steps_with_this_loss_are_not_recorded_and_say_why(masking, monkeypatch)
     step = GraphedStep(model, TTMuon(model), compute_loss=lambda b: masked_loss(model, b), num_warmup_steps=1)
     losses = [step(batch).item() for _ in range(4)]
     assert losses[-1] < losses[0]
-    assert "selects by a boolean mask (aten.index.Tensor)" in step.reason
+    assert "makes a result whose size depends on values (aten.nonzero.default)" in step.reason
     assert (step.num_warmups, step.num_eager) == (1, 3)

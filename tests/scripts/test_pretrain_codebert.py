@@ -16,6 +16,7 @@ import run_start
 import train_loop
 from hf_comera import is_comera_model
 from pretrain_settings import DEMO_CORE_RATIO
+from tests.scripts.device_reads import forbid_waiting
 
 TINY = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,hidden_dropout_prob=0.1"
 SCRIPT = Path(pretrain_codebert.__file__)
@@ -193,3 +194,9 @@ def test_two_processes_train_together_and_resume(arguments, tmp_path):
     assert resumed.stderr.count("random_states_1.json has 2 bytes") == 1  # one process tells
     assert "checkpoint-3, after step 3" in resumed.stdout
     assert metrics(arguments)["losses"] == figures["losses"]
+
+
+def test_no_step_waits_for_the_device(arguments, monkeypatch):
+    steps = forbid_waiting(monkeypatch, train_loop)
+    assert pretrain_codebert.main([*arguments, "--logging_steps", "3", "--max_grad_norm", "0.5"]) == 0
+    assert steps == list(range(1, 9))

@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 import train_loop
 import train_mnli
 from hf_comera import is_comera_model, size_report
+from tests.scripts.device_reads import forbid_waiting
 
 TINY = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,initializer_range=0.2"
 SCRIPT = Path(train_mnli.__file__)
@@ -267,3 +268,9 @@ def test_two_processes_count_each_pair_once(arguments, tmp_path):
     assert len(figures["losses"]) == 8
     for name, pairs in (("validation", rows(21, 100)), ("test", rows(19, 200))):
         assert figures["accuracy"][name] == plain_accuracy(tmp_path / "out", pairs)
+
+
+def test_no_step_waits_for_the_device(arguments, monkeypatch):
+    steps = forbid_waiting(monkeypatch, train_loop)
+    assert train_mnli.main([*arguments, "--logging_steps", "3", "--max_grad_norm", "0.5"]) == 0
+    assert steps == list(range(1, 9))

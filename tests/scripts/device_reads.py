@@ -1,0 +1,55 @@
+"""Steps of the training loop that fail where they wait for the device, as they would have to in a CUDA graph."""
+
+import contextlib
+import functools
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_comera import RankAdapter
+from hf_comera.training.cuda_capture import CaptureWatch
+from hf_comera.tt.ragged import RaggedStacks
+
+# On a CPU some of these leave no trace among the operations.
+READS = {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__bool__}
+
+
+class NoReads(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func not in READS, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def no_waiting():
+    with NoReads(), CaptureWatch():
+        yield
+
+
+def unwatched(function):
+    @functools.wraps(function)
+    def call(*args):
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return function(*args)
+
+    return call
+
+
+def forbid_waiting(monkeypatch, train_loop):
+    """Have every step fail that waits, save for its batches and cuts of ranks; returns the numbers of those steps."""
+    take_step, steps = train_loop.optimizer_step, []
+
+    def watched(run, batches):
+        fetched = iter([next(batches) for _ in range(run.settings.gradient_accumulation_steps)])
+        with no_waiting():
+            take_step(run, fetched)
+        steps.append(run.step)
+
+    monkeypatch.setattr(train_loop, "optimizer_step", watched)
+    monkeypatch.setattr(RankAdapter, "_cut", unwatched(RankAdapter._cut))
+    monkeypatch.setattr(RaggedStacks, "_indices", unwatched(RaggedStacks._indices))  # tables on the host, of shapes
+    # Transformers itself asks in every plain forward whether the mask hides anything
+    for name in ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"):
+        monkeypatch.setattr(f"transformers.masking_utils.{name}", lambda *args, **settings: False)
+    return steps
