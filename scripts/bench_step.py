@@ -45,7 +45,8 @@ The peak on a GPU is all memory that a form takes there, its graph included.
 
 Batches have no padding, and on a GPU no mask, so attention may take its fastest
 kernel. With --padded rows are from half as long to full, and a mask is given, as
-in training on real text; a graph then always holds the mask of all places.
+in training on real text; a graph then always holds the mask of all places, and
+tokens a second are those without padding.
 """
 # How many times faster: by model, batch, dtype, dropout, device, and whether both steps are CUDA graphs.
 PROMISED = {
@@ -79,11 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--batch", default="32x128", metavar="ROWSxTOKENS", help="rows and tokens a row; default %(default)s"
     )
-    parser.add_argument(
-        "--padded",
-        action="store_true",
-        help="rows from half to full length, with a mask; tokens a second are real ones",
-    )
+    parser.add_argument("--padded", action="store_true", help="rows from half to full length, with a mask")
     parser.add_argument("--dropout", type=float, default=0.1, help="of hidden states and attention; default 0.1")
     parser.add_argument(
         "--optimizer", choices=("tt_muon", "adamw"), default="tt_muon", help="of the tensor train; default tt_muon"
