@@ -130,8 +130,20 @@ def main(words: list[str]) -> None:
     cases = Cases(step, journal, float(until), header["rehearsal"], set(journal.outcomes(name)))
     if cases.rehearsal:
         importlib.import_module("gpu_rehearsal").pretend_a_gpu()
+    elif step.kind != "environment":  # which builds the kernels as a case; a machine that is fresh again has none
+        _build_kernels()
     importlib.import_module(KINDS[step.kind]).run(cases)
     journal.add("closed", name, how="complete", note="")
+
+
+def _build_kernels() -> None:
+    """Before the first case, whose time compiling would take."""
+    import torch
+
+    from hf_comera.ops.kernels import kernels_refusal
+
+    if reason := kernels_refusal(torch.device("cuda", 0)):
+        print(f"No kernels: {reason}")
 
 
 def _leave_with(parent: int) -> None:
