@@ -103,7 +103,6 @@ def measure(cases: Cases, name: str, dtype: str, way: str, dropout: float) -> li
         RuntimeError: If they are not.
     """
     tiny, num_steps = cases.settings["tiny"], cases.settings["steps"]
-    torch.set_float32_matmul_precision("highest")
     script, device = SCRIPTS[name], torch.device(cases.device)
     torch.manual_seed(0)
     model = script.build(tiny, dropout).to(device).train()

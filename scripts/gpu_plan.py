@@ -10,7 +10,10 @@ __all__ = ["REHEARSED_DEVICES", "STEPS", "Step", "find_step", "steps"]
 
 REHEARSED_DEVICES = [{"name": "rehearsed GPU", "capability": [9, 0], "gigabytes": 80}]
 """What a rehearsal believes to find, unless it is told otherwise."""
-TREATMENTS = ("eager", "graphs", "graphs and kernels", "kernels", "compiled", "compiled and graphs")
+TREATMENTS = (
+    *("eager", "graphs", "graphs and kernels", "kernels", "compiled", "compiled and graphs"),
+    "graphs and kernels, padded",
+)
 FP8 = "FP8 products (compute capability 8.9)"
 KERNELS = "our kernels (compute capability 8.0)"
 SANITIZER = "compute-sanitizer"

@@ -1,6 +1,7 @@
 """Steps "step-..." and "decoder-block" of gpu_report.py: bench_step.py under each treatment of both forms."""
 
 import gc
+import sys
 from argparse import Namespace
 from functools import partial
 
@@ -34,13 +35,19 @@ def run(cases: Cases) -> None:
 
 
 def arguments(treatment: str, cases: Cases) -> Namespace:
-    """What the command line of bench_step.py would have said."""
-    names = ("model", "batch", "dtype", "dropout", "rounds")
-    return Namespace(
-        **{name: cases.settings[name] for name in names}, device=cases.device, threads=torch.get_num_threads(),
-        optimizer="adamw" if treatment == ADAMW else "tt_muon", graphs="graphs" in treatment,
-        kernels="kernels" in treatment, compile="compiled" in treatment,
-    )  # fmt: skip
+    """What the command line of bench_step.py would have said; rows name it as their command."""
+    switches = {
+        "graphs": "graphs" in treatment, "kernels": "kernels" in treatment, "compile": "compiled" in treatment,
+        "padded": "padded" in treatment,
+    }  # fmt: skip
+    values = {name: cases.settings[name] for name in ("model", "batch", "dtype", "dropout", "rounds")}
+    values |= {"device": cases.device, "optimizer": "adamw" if treatment == ADAMW else "tt_muon"}
+    sys.argv = ["bench_step.py"]
+    args = bench_step.parse_arguments()  # all other options as they are by default
+    vars(args).update({**values, **switches, "threads": torch.get_num_threads()})
+    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    sys.argv += words + [f"--{name}" for name, wanted in switches.items() if wanted]
+    return args
 
 
 def measure(models: dict[str, PreTrainedModel], treatment: str, cases: Cases) -> list[Row]:
