@@ -55,7 +55,7 @@ sanitize-gpu: $(STAMP)  ## the tests of the kernels on a GPU under compute-sanit
 	$(SANITIZER) --tool synccheck --error-exitcode 1 $(PYTEST) -m gpu tests/kernels
 
 # The interpreter as it is given: a machine with a GPU may have packages of its own, and no network to make .venv from.
-gpu-report:  ## test and measure on a GPU with $(PYTHON) itself; call it again until it is complete. REHEARSE=1: on a CPU
+gpu-report:  ## all figures of a GPU, with PYTHON itself; call it until it is complete. REHEARSE=1: on a CPU
 	$(PYTHON) scripts/gpu_report.py --seconds $(STEP_SECONDS) --sanitizer "$(SANITIZER)" $(if $(OUT),--out "$(OUT)") \
 		$(if $(WORK),--work "$(WORK)") $(if $(ONLY),--only $(ONLY)) $(if $(REHEARSE),--rehearse)
 

@@ -11,7 +11,7 @@ from gpu_journal import Journal
 from gpu_plan import STEPS
 from gpu_verdicts import judge
 
-__all__ = ["PAGE", "REHEARSED", "write_results"]
+__all__ = ["KERNEL_ROWS", "PAGE", "REHEARSED", "STEP_ROWS", "write_results"]
 
 PAGE, FIGURES, KERNEL_ROWS, STEP_ROWS = "report.md", "report.csv", "bench_kernels.csv", "bench_step.csv"
 REHEARSED = "**REHEARSAL ON A CPU, with tiny models and emulated kernels: no figure here says anything about a GPU.**"

@@ -89,6 +89,17 @@ def test_what_cannot_be_is_refused(tmp_path, words, message):
     assert message in " ".join(printed.split())
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_the_target_takes_the_interpreter_as_it_is_given():
+    words = ["make", "--dry-run", "gpu-report", "PYTHON=/some/python", "ONLY=losses optimizers", "REHEARSE=1"]
+    environment = {**os.environ, "OUT": "/some/out"}
+    printed = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, check=True).stdout
+    command = " ".join(printed.replace("\\\n", " ").split())
+    assert command.startswith("/some/python scripts/gpu_report.py --seconds 480 ")
+    assert command.endswith('--out "/some/out" --only losses optimizers --rehearse')
+    assert ".venv" not in command
+
+
 @needs_emulation
 @pytest.mark.slow
 @pytest.mark.timeout(1500)

@@ -1,9 +1,10 @@
-"""scripts/gpu_verdicts.py, gpu_page.py, gpu_sanitizer.py and gpu_plan.py: from rows to verdicts, files and a page."""
+"""scripts/gpu_verdicts.py, gpu_page.py, gpu_sanitizer.py, gpu_adopt.py and gpu_plan.py: from rows to a page."""
 
 import csv
 
 import pytest
 
+import gpu_adopt
 import gpu_plan
 import step_models
 from gpu_devices import unmet_needs
@@ -130,6 +131,26 @@ def test_a_rehearsal_says_so_and_has_no_rows_for_the_scripts(tmp_path):
     assert (tmp_path / PAGE).read_text(encoding="utf-8").splitlines()[2] == REHEARSED
     assert read(tmp_path / "report.csv")[0]["rehearsal"] == "REHEARSAL"
     assert not (tmp_path / "bench_kernels.csv").exists()
+
+
+def test_rows_are_taken_into_the_results_once(journal, tmp_path):
+    folder, results = tmp_path, tmp_path / "results"
+    for _ in range(2):
+        journal.add("row", "kernels-bf16", case="1", row=kernel_row(3.0, gpu="Some GPU"))
+        write_results(journal, folder)
+        gpu_adopt.main([str(folder), "--results", str(results)])
+    assert len(read(results / "bench_kernels.csv")) == 1
+    assert not (results / "bench_step.csv").exists()
+
+
+@pytest.mark.parametrize("rehearsal", [True, None])
+def test_nothing_of_a_rehearsal_gets_into_the_results(rehearsal, tmp_path, capsys):
+    if rehearsal:
+        Journal(tmp_path / "journal.jsonl").add("report", rehearsal=True, devices=[], versions={})
+    with pytest.raises(SystemExit):
+        gpu_adopt.main([str(tmp_path), "--results", str(tmp_path / "results")])
+    assert ("a rehearsal" if rehearsal else "holds no report") in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
 
 
 def test_the_plan_fits_its_time():
