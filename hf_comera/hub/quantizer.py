@@ -5,6 +5,7 @@ device, then the file fills them. A dense checkpoint with ``quantization_config=
 decomposed as it arrives, one at a time. After loading, nothing of the quantizer stays on the model.
 """
 
+import copy
 import logging
 import re
 import types
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -81,11 +82,22 @@ class ComeraQuantizer(HfQuantizer):
         if self.pre_quantized:
             replace_layers(model, self.plan, device="meta")
             _keep_gates_exact(model)
-            _ignore_guards(model, self.quantization_config)
+            _ignore(model, (NOTICE, *guard_keys(self.quantization_config)))
             self.shapes = {name: p.shape for name, p in model.named_parameters() if not _is_train_parameter(name)}
         else:
             untie(model, self.plan.ties)
         return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """What conversions make of the names of the empty tensors is expected, too."""
+        model = args[0] if args else kwargs.get("model")  # earlier releases of Transformers do not tell it
+        if self.pre_quantized and not self.is_dense and model is not None:
+            conversions = copy.deepcopy(weight_conversions)  # each notes whether it was used
+            renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+            converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+            keys = guard_keys(self.quantization_config)
+            _ignore(model, [rename_source_key(key, renamings, converters)[0] for key in keys])
+        return super().update_weight_conversions(weight_conversions, *args, **kwargs)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Dense weights that are to be decomposed; of a compressed file the cores, whose ranks the file decides."""
@@ -259,11 +271,10 @@ def _keep_gates_exact(model: PreTrainedModel) -> None:
         part._keep_in_fp32_modules_strict = set(part._keep_in_fp32_modules_strict or ()) | {r"rank_gate_\d+"}
 
 
-def _ignore_guards(model: PreTrainedModel, config: ComeraConfig) -> None:
-    """The empty tensors that stop plain Transformers are expected here."""
+def _ignore(model: PreTrainedModel, keys: Iterable[str]) -> None:
+    """The empty tensors that stop plain Transformers are expected here, with a base-model prefix more or less."""
     prefix = getattr(model, "base_model_prefix", "") + "."
-    guards = (NOTICE, *guard_keys(config))
-    names = {name for key in guards for name in (key, key.removeprefix(prefix), prefix + key)}
+    names = {name for key in keys for name in (key, key.removeprefix(prefix), prefix + key)}
     kept = set(model._keys_to_ignore_on_load_unexpected or ())
     # a conversion may have lengthened a name
     model._keys_to_ignore_on_load_unexpected = kept | {rf"^{re.escape(name)}(\.|$)" for name in names}

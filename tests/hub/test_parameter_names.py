@@ -15,10 +15,16 @@ INKLING = {
     **{"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
     **{"eos_token_id": 1, "bos_token_id": 2},
 }
+TIPS_TEXT = {
+    **{"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96},
+    **{"vocab_size": 131, "max_position_embeddings": 16},
+}
 CONVERTED = {  # Transformers joins query, key and value of the first two, and renames a layer of the third
     "radio": (AutoModel, {**PICTURE, "max_img_size": 56, "patch_dim": 588}, "pixel_values"),
     "dinov2": (AutoModel, {**PICTURE, "use_swiglu_ffn": True}, "pixel_values"),
     "inkling2_text": (AutoModelForCausalLM, INKLING, "input_ids"),
+    # and would lengthen names of this one that are the model's own
+    "tipsv2_text_model": (AutoModel, TIPS_TEXT, "input_ids"),
 }
 
 
