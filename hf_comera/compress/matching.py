@@ -29,7 +29,7 @@ def select_layers(model: Any, config: ComeraConfig) -> list[str]:
             cannot be compressed, or nothing at all is selected.
     """
     types = {name: type(module) for name, module in model.named_modules() if name}
-    layers = [name for name, kind in types.items() if kind in COMPRESSIBLE_TYPES]
+    layers = [name for name, kind in types.items() if kind in COMPRESSIBLE_TYPES and _has_entries(model, name)]
     _check_exclusions(config, types)
     if config.target_modules is None:
         selected = _default_layers(model, config, layers)
@@ -50,6 +50,11 @@ def select_layers(model: Any, config: ComeraConfig) -> list[str]:
             f"{_listed(_last_parts(layers)) or 'none'}. All its layers with weights: {_kinds(model)}."
         )
     return selected
+
+
+def _has_entries(model: Any, name: str) -> bool:
+    """Whether the layer has a weight that is not empty: some architectures make layers of no width in some sizes."""
+    return bool(model.get_submodule(name).weight.numel())
 
 
 def _kinds(model: Any) -> str:

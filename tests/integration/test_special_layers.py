@@ -87,6 +87,16 @@ def test_a_model_whose_initialiser_reads_the_model_around_it_is_built():
     assert model.train()(torch.arange(5, 21).view(1, 16)).logits.isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning")  # by the dense class
+def test_layers_without_entries_stay_dense():
+    """MobileBERT has one where its embedding is as wide as its layers."""
+    settings = {**ONE_LAYER, "vocab_size": 100, "embedding_size": 32, "intra_bottleneck_size": 32}
+    config = AutoConfig.for_model("mobilebert", **settings)
+    model = get_comera_model(AutoModelForMaskedLM, ComeraConfig(rank=8), config=config)
+    assert model.cls.predictions.dense.weight.numel() == 0
+    assert model(IDS).logits.shape == (2, 9, 100)
+
+
 WITHOUT_LAYERS = {
     "ibert": (AutoModelForMaskedLM, {**ONE_LAYER, "vocab_size": 100}, r"it has dense, decoder\..*QuantLinear \(6\)"),
     "mobilenet_v1": (AutoModelForImageClassification, {"image_size": 32}, r"it has classifier\..*Conv2d \(27\)"),
