@@ -57,6 +57,8 @@ ALL_LINEAR_EXCLUDED = (
     # routers: a handful of columns
     "router",
     "gate",
+    # Gemma 3n clamps these few coefficients in place at each step of training
+    "prediction_coefs",
     # state-space mixers hand these weights to fused kernels, which need real memory
     "x_proj",
     "dt_proj",

@@ -80,6 +80,19 @@ def test_a_model_that_divides_its_weights_for_evaluation_goes_to_and_fro():
     assert all(torch.equal(core, weights[name]) for name, core in model.named_parameters())
 
 
+def test_a_model_that_clamps_a_weight_while_it_trains_does():
+    """Gemma 3n's are a few coefficients, which stay dense."""
+    settings = {**ONE_LAYER, "head_dim": 16, "num_key_value_heads": 1, "vocab_size": 100, "laurel_rank": 8}
+    settings |= {"vocab_size_per_layer_input": 100, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
+    config = AutoConfig.for_model("gemma3n_text", **settings, layer_types=["full_attention"])
+    model = get_comera_model(AutoModelForCausalLM, ComeraConfig(rank=8), config=config).train()
+    coefficients = model.model.layers[0].altup.prediction_coefs
+    with torch.no_grad():
+        coefficients.weight.fill_(1000.0)
+    assert model(IDS).logits.isfinite().all()
+    assert coefficients.weight.unique().tolist() == [config.altup_coef_clip]
+
+
 def test_a_model_whose_initialiser_reads_the_model_around_it_is_built():
     """xLSTM's reads the embeddings of the model that initialises, which the head model has not."""
     model = get_comera_model(AutoModelForCausalLM, ComeraConfig(rank=8), config=AutoConfig.for_model("xlstm", **XLSTM))
