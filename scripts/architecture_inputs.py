@@ -228,6 +228,10 @@ def _features_last(config: PreTrainedConfig) -> Tensor:
     return _features(config).transpose(1, 2).contiguous()
 
 
+def _features_of_one_channel(config: PreTrainedConfig) -> Tensor:
+    return _features_last(config)[:, None].contiguous()
+
+
 def _sound(config: PreTrainedConfig) -> Tensor:
     return _noise(NUM_ROWS, NUM_SAMPLES)
 
@@ -273,7 +277,7 @@ INPUTS: dict[str, tuple[Callable[[PreTrainedConfig], Any], ...]] = {
     "image_grid_thw": (_grid,),
     "grid_thw": (_grid,),
     "hidden_states": (_patches, _hidden, _sound_of_one_channel),
-    "input_features": (_features, _features_last, lambda config: _features_last(config)[:, None]),
+    "input_features": (_features, _features_last, _features_of_one_channel),
     "input_values": (_sound, _sound_of_one_channel, _features_last),
     "audio_values": (_sound, _sound_of_one_channel),
     "inputs": (_ids, _sound, _picture),
@@ -304,6 +308,8 @@ INPUTS: dict[str, tuple[Callable[[PreTrainedConfig], Any], ...]] = {
     "past_observed_mask": (lambda config: torch.ones(NUM_ROWS, SERIES),),
     "future_values": (lambda config: _noise(NUM_ROWS, 8),),
     "future_time_features": (lambda config: _noise(NUM_ROWS, 8, 1),),
+    "mm_token_type_ids": (lambda config: torch.zeros(NUM_ROWS, NUM_TOKENS, dtype=torch.long),),
+    "token_type_ids": (lambda config: torch.zeros(NUM_ROWS, NUM_TOKENS, dtype=torch.long),),
     "use_cache": (lambda config: False,),
     "latents": (lambda config: _hidden(config).transpose(1, 2).contiguous(),),
 }

@@ -91,7 +91,7 @@ def shrunken_config(model_type: str) -> PreTrainedConfig:
         model_type: As in ``config.json``.
     """
     default = CONFIG_MAPPING[model_type](**NEEDED.get(model_type, {}))
-    changes = NEEDED.get(model_type, {}) | _changes(default, _new_ids(default))
+    changes = _merged(NEEDED.get(model_type, {}), _changes(default, _new_ids(default)))
     return CONFIG_MAPPING[model_type](**_merged(changes, EXCEPTIONS.get(model_type, {})))
 
 
@@ -103,7 +103,8 @@ def short_config(model_type: str, layers: int = 4) -> PreTrainedConfig:
         layers: The most that each part of the model has.
     """
     default = CONFIG_MAPPING[model_type](**NEEDED.get(model_type, {}))
-    return CONFIG_MAPPING[model_type](**NEEDED.get(model_type, {}) | _fewer_layers(default, layers, everywhere=True))
+    changes = _merged(NEEDED.get(model_type, {}), _fewer_layers(default, layers, everywhere=True))
+    return CONFIG_MAPPING[model_type](**changes)
 
 
 def _changes(config: PreTrainedConfig, ids: Mapping[int, int]) -> dict[str, Any]:

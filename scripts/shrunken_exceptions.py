@@ -21,7 +21,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "wav2vec2-conformer": {"vocab_size": 32},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "autoformer": {"prediction_length": 24},
     "informer": {"prediction_length": 24},
@@ -62,6 +62,16 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "cvt": {"depth": [1, 2, 10]},
     "pix2struct": {"vision_config": {"patch_embed_hidden_size": 192}},
     "levit": {"patch_size": 16},
+    "sam": {"vision_config": {"num_pos_feats": 32}},
+    "sam_hq": {"vision_config": {"num_pos_feats": 32}},
+    "sam2": {
+        "vision_config": {
+            "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]],
+            "backbone_config": {"global_attention_blocks": [2, 4, 6]},
+        }
+    },
+    "sam2_vision_model": {"backbone_config": {"global_attention_blocks": [2, 4, 6]}},
+    "sam2_hiera_det_model": {"global_attention_blocks": [2, 4, 6]},
     "xmod": {"default_language": "en_XX"},
     "xlstm": {"qk_dim_factor": 1.0, "chunk_size": 4, "mode": "train"},
     "zamba": {
@@ -84,6 +94,7 @@ NEEDED_INPUTS: dict[str, tuple[str, ...]] = {
     "blip_2_qformer": ("encoder_hidden_states",),
     "decision_transformer": ("states", "actions", "rewards", "returns_to_go", "timesteps", "attention_mask"),
     "lxmert": ("visual_feats", "visual_pos"),
+    "molmo2": ("mm_token_type_ids",),
     "rwkv": ("use_cache",),
     "minicpm_ocr_vision": ("target_sizes",),
     "minicpmv4_7_vision": ("target_sizes",),
