@@ -241,6 +241,21 @@ def test_an_adapter_of_a_dense_layer_leaves_the_head_tied(tmp_path):
     torch.testing.assert_close(loaded.eval()(ids).logits, expected)
 
 
+def test_adapters_of_all_linear_layers_that_stayed_dense(tmp_path):
+    model = compressed(ARCHITECTURES["bert-mlm"], target_modules=["intermediate.dense"])
+    model.save_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(model, settings)
+    adapted.save_pretrained(tmp_path / "adapter")
+    base = AutoModelForMaskedLM.from_pretrained(tmp_path / "base")
+    inputs = ARCHITECTURES["bert-mlm"].inputs()
+    untouched, expected = base(**inputs).logits, adapted.eval()(**inputs).logits
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    torch.testing.assert_close(loaded(**inputs).logits, expected)
+    assert not torch.allclose(untouched, expected)
+    torch.testing.assert_close(loaded.merge_and_unload()(**inputs).logits, expected)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
 def test_prompts_are_tuned_where_peft_is_given_the_embedding():
     model = compressed(ARCHITECTURES["gpt2"])
