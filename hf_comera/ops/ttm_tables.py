@@ -69,11 +69,12 @@ def _split(cores: list[Tensor]) -> int:
         return 1
 
     def entries(split: int) -> int:
-        left = math.prod(size for core in cores[:split] for size in core.shape[1:3])
-        right = math.prod(size for core in cores[split:] for size in core.shape[1:3])
+        left = math.prod([size for core in cores[:split] for size in core.shape[1:3]])
+        right = math.prod([size for core in cores[split:] for size in core.shape[1:3]])
         return (left + right) * cores[split].shape[0]
 
-    return min((entries(split), split) for split in range(1, len(cores)))[1]  # a key is what dynamo cannot trace
+    costs = [entries(split) for split in range(1, len(cores))]
+    return 1 + costs.index(min(costs))  # dynamo traces neither a key of min nor a generator
 
 
 def _separate(table: Tensor, order: int) -> Tensor:

@@ -23,10 +23,8 @@ def test_equals_nn_embedding_with_its_dense_table(num_embeddings, embedding_dim,
 
 def exported(layer, x, strict=False, **settings):
     """The program that ``torch.export`` makes of a call, for inputs of other sizes, and names of its operators."""
-    program = torch.export.export(
-        layer, (x,), settings, dynamic_shapes={"x": {0: Dim.AUTO, 1: Dim.AUTO}, **dict.fromkeys(settings)}
-    )
-    program = program.run_decompositions()
+    sizes = {"x": {0: Dim.AUTO, 1: Dim.AUTO}, **dict.fromkeys(settings)}
+    program = torch.export.export(layer, (x,), settings, dynamic_shapes=sizes, strict=strict).run_decompositions()
     return program.module(), {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
 
 
