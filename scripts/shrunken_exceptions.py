@@ -62,13 +62,15 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "cvt": {"depth": [1, 2, 10]},
     "pix2struct": {"vision_config": {"patch_embed_hidden_size": 192}},
     "levit": {"patch_size": 16},
+    "clap": {"audio_config": {"patch_embeds_hidden_size": 8}},
     "sam": {"vision_config": {"num_pos_feats": 32}},
     "sam_hq": {"vision_config": {"num_pos_feats": 32}},
     "sam2": {
         "vision_config": {
             "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]],
             "backbone_config": {"global_attention_blocks": [2, 4, 6]},
-        }
+        },
+        "prompt_encoder_config": {"patch_size": 16},
     },
     "sam2_vision_model": {"backbone_config": {"global_attention_blocks": [2, 4, 6]}},
     "sam2_hiera_det_model": {"global_attention_blocks": [2, 4, 6]},
