@@ -106,7 +106,7 @@ def _outcome(check: Callable[[Subject], None], subject: Subject) -> str:
 
 def _told(problem: Exception) -> str:
     """One line without folders of this machine."""
-    text = re.sub(r"/\S*/", "", " ".join(str(problem).split()))
+    text = re.sub(r"/(?:[\w.-]+/)+", "", " ".join(str(problem).split()))
     return f"{type(problem).__name__}: {text}"[:240] if not isinstance(problem, AssertionError) else text[:240]
 
 

@@ -219,6 +219,17 @@ def _patch_entries(config: PreTrainedConfig) -> int:
     return _size(config, "in_channels", "in_chans", "num_channels", default=3) * times * patch * patch
 
 
+def _numbered_patches(config: PreTrainedConfig) -> Tensor:
+    """Patches with the numbers of their row and column in front."""
+    return torch.cat([torch.ones(NUM_ROWS, 16, 2), _noise(NUM_ROWS, 16, _patch_entries(config))], dim=-1)
+
+
+def _places_of_pictures(config: PreTrainedConfig) -> Tensor:
+    mask = torch.zeros(NUM_ROWS, NUM_TOKENS, dtype=torch.long)
+    mask[:, 1 : 1 + _size(config, "latent_query_num", default=4)] = 1
+    return mask
+
+
 def _features(config: PreTrainedConfig) -> Tensor:
     names = ("num_mel_bins", "input_feat_per_channel", "n_mels", "num_mel_channels", "input_channels", "feature_size")
     return _noise(NUM_ROWS, _size(config, *names, default=80), NUM_FRAMES)
@@ -286,7 +297,7 @@ INPUTS: dict[str, tuple[Callable[[PreTrainedConfig], Any], ...]] = {
     "past_values": (_values, _series),
     "pixel_attention_mask": (lambda config: torch.ones(NUM_PICTURES, 16, dtype=torch.long),),
     "spatial_shapes": (lambda config: torch.tensor([[4, 4]] * NUM_PICTURES),),
-    "flattened_patches": (lambda config: _noise(NUM_ROWS, 16, _patch_entries(config) + 2),),
+    "flattened_patches": (_numbered_patches,),
     "query_embeds": (_hidden,),
     "encoder_hidden_states": (_hidden,),
     "inputs_embeds": (_hidden,),
@@ -310,6 +321,8 @@ INPUTS: dict[str, tuple[Callable[[PreTrainedConfig], Any], ...]] = {
     "future_time_features": (lambda config: _noise(NUM_ROWS, 8, 1),),
     "mm_token_type_ids": (lambda config: torch.zeros(NUM_ROWS, NUM_TOKENS, dtype=torch.long),),
     "token_type_ids": (lambda config: torch.zeros(NUM_ROWS, NUM_TOKENS, dtype=torch.long),),
+    "image_attention_mask": (lambda config: torch.ones(NUM_ROWS, NUM_TOKENS, 4),),
+    "image_embeds_position_mask": (_places_of_pictures,),
     "use_cache": (lambda config: False,),
     "latents": (lambda config: _hidden(config).transpose(1, 2).contiguous(),),
 }

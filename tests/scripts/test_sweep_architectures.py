@@ -4,6 +4,7 @@ import csv
 import re
 
 import pytest
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 import sweep_architectures
 from architecture_checks import CHECKS, sweep_architecture
@@ -12,6 +13,7 @@ from architecture_page import PAGE, verdict_of
 from interleaved_timing import RESULTS
 from limited_process import Stopped, call_limited
 from shrunken_configs import shrunken_config
+from shrunken_exceptions import EXCEPTIONS, INPUT_SIZES, NEEDED, NEEDED_INPUTS
 
 FINISHED = {"scratch": "passed", "backward": "passed", "class": "BertForMaskedLM", "kind": "masked language"}
 EMPTY_PAGE = "above\n<!-- architectures: begin -->\n<!-- architectures: end -->\nbelow\n"
@@ -82,6 +84,27 @@ def test_small_configs_keep_the_kinds_of_layers(model_type, settings):
     assert {name: list(v) if isinstance(v, list | tuple) else v for name, v in found.items()} == {
         name: list(v) if isinstance(v, list | tuple) else v for name, v in settings.items()
     }
+
+
+def unknown_settings(config, settings, path):
+    """Paths of settings that are in no place of ``config``, which would take them without a word."""
+    for name, value in settings.items():
+        if not hasattr(config, name):
+            yield f"{path}.{name}"
+        elif isinstance(getattr(config, name), PreTrainedConfig):
+            yield from unknown_settings(getattr(config, name), value, f"{path}.{name}")
+
+
+def test_exceptions_are_settings_of_known_architectures():
+    tables = (EXCEPTIONS, NEEDED)
+    assert {*EXCEPTIONS, *NEEDED, *INPUT_SIZES, *NEEDED_INPUTS} <= set(model_types())
+    unknown = [
+        path
+        for table in tables
+        for model_type, settings in table.items()
+        for path in unknown_settings(CONFIG_MAPPING[model_type](**NEEDED.get(model_type, {})), settings, model_type)
+    ]
+    assert not unknown
 
 
 def test_tokens_of_composite_models_lie_within_the_small_vocabulary():
