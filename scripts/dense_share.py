@@ -68,8 +68,8 @@ def _reason(model: PreTrainedModel, pattern: str) -> str:
     name, parameter = next(pair for pair in model.named_parameters() if _pattern(pair[0]) == pattern)
     owner = model.get_submodule(name.rpartition(".")[0])
     kind = type(owner)
-    if name.endswith(".weight") and kind in COMPRESSIBLE_TYPES:
-        return f"{kind.__name__}, no default target"
+    if kind in COMPRESSIBLE_TYPES:
+        return f"{kind.__name__}, no default target" if name.endswith(".weight") else f"bias of {kind.__name__}"
     if isinstance(owner, nn.Embedding | nn.Linear | Conv1D):
         parent = next(base.__name__ for base in (nn.Embedding, nn.Linear, Conv1D) if isinstance(owner, base))
         return f"{kind.__name__}, a subclass of {parent}"

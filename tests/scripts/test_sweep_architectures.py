@@ -4,12 +4,14 @@ import csv
 import re
 
 import pytest
+from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 import sweep_architectures
 from architecture_checks import CHECKS, sweep_architecture
 from architecture_classes import model_types
 from architecture_page import PAGE, verdict_of
+from dense_share import _reason
 from interleaved_timing import RESULTS
 from limited_process import Stopped, call_limited
 from shrunken_configs import shrunken_config
@@ -53,6 +55,25 @@ def test_experts_are_named_as_what_stays_dense():
     assert columns["dense_reason"] == "3-D parameter of MixtralExperts"
     assert columns["dense_share"] == pytest.approx(4 * experts * 2 / 3 / columns["parameters"], abs=1e-4)
     assert columns["stays_dense"] > 0.9
+
+
+class Scaled(nn.Embedding):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("layer", "pattern", "reason"),
+    [
+        (nn.Linear(2, 2), "0.weight", "Linear, no default target"),
+        (nn.Linear(2, 2), "0.bias", "bias of Linear"),
+        (Scaled(2, 2), "0.weight", "Scaled, a subclass of Embedding"),
+        (nn.Conv1d(2, 2, 1), "0.weight", "convolution (Conv1d)"),
+        (nn.LayerNorm(2), "0.weight", "1-D parameter of LayerNorm"),
+    ],
+    ids=str,
+)
+def test_why_a_part_stays_dense(layer, pattern, reason):
+    assert _reason(nn.ModuleList([layer]), pattern.replace("0", "*")) == reason
 
 
 def test_a_model_without_layers_to_compress_is_no_failure():
