@@ -25,6 +25,7 @@ from hf_comera.memory import (
     set_activation_policy,
     set_fp8_linears,
 )
+from hf_comera.modules.head_and_loss import set_head_and_loss
 from hf_comera.optim import CoatAdamW, TTMuon, comera_param_groups
 from hf_comera.training import (
     ComeraCallback,
@@ -70,6 +71,7 @@ __all__ = [
     "rank_report",
     "set_activation_policy",
     "set_fp8_linears",
+    "set_head_and_loss",
     "size_report",
     "write_model_card",
 ]

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_comera import size_report
+from hf_comera import set_head_and_loss, size_report
 from hf_comera.ops import use_kernels
 from hf_comera.ops.kernels import kernels_refusal
-from interleaved_timing import TENSOR_TRAIN, Comparison, benchmark_parser, report, time_interleaved
+from interleaved_timing import DENSE, TENSOR_TRAIN, Comparison, benchmark_parser, report, time_interleaved
 from own_process import in_own_process
 from step_models import IGNORED, LARGE, MODELS, PAPER, build_models, print_plan, random_ids
 from step_timing import DTYPES, PreparedStep, prepare_step
@@ -99,6 +99,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--kernels", action="store_true", help="the tensor train takes our CUDA kernels; needs --device cuda"
     )
+    parser.add_argument(
+        "--dense_block", action="store_true", help="head and loss of the dense language model as one block too"
+    )
     args = parser.parse_args()
     check_arguments(parser, args)
     return args
@@ -112,6 +115,8 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error("--device cuda: torch finds no CUDA device here")
     if args.device == "cpu" and (args.graphs or args.kernels or args.dtype == "tf32"):
         parser.error("--graphs, --kernels and --dtype tf32 need --device cuda")
+    if args.dense_block and args.model in (PAPER, LARGE):
+        parser.error(f"--dense_block is for language models, and {args.model} is a classifier")
     if args.kernels and (reason := kernels_refusal(torch.device("cuda", 0))):
         parser.error(f"--kernels: {reason}")
 
@@ -144,7 +149,7 @@ def compare(models: dict[str, PreTrainedModel], args: argparse.Namespace) -> Com
 
 def promised(args: argparse.Namespace) -> float | None:
     """The speed-up that is promised for a case, if one is."""
-    if args.compile or args.padded:
+    if args.compile or args.padded or args.dense_block:
         return None
     return PROMISED.get((args.model, args.batch, args.dtype, args.dropout, args.device, args.graphs))
 
@@ -152,6 +157,8 @@ def promised(args: argparse.Namespace) -> float | None:
 def prepare(form: str, model: PreTrainedModel, batch: dict[str, Tensor], args: argparse.Namespace) -> PreparedStep:
     """The step of one form."""
     optimizer = args.optimizer if form == TENSOR_TRAIN else "adamw"
+    if form == DENSE and args.dense_block:
+        set_head_and_loss(model)
     return prepare_step(model, optimizer, batch, dtype=args.dtype, graphs=args.graphs, compiled=args.compile)
 
 
@@ -190,6 +197,7 @@ def case_of(args: argparse.Namespace) -> dict[str, str | int | float]:
         "kernels": "yes" if args.kernels else "",
         "compiled": "yes" if args.compile else "",
         "padded": "yes" if args.padded else "",
+        "dense_block": "yes" if args.dense_block else "",
     }
 
 

@@ -7,7 +7,18 @@ _ENCODER = "inference, six-encoder BERT"
 _GENERATION = "32 tokens of generation, GPT-2 of six layers"
 # File, then the columns that tell its cases apart.
 COLUMNS = {
-    "bench_step": ("model", "tokens", "dtype", "dropout", "optimizer", "graphs", "kernels", "compiled", "padded"),
+    "bench_step": (
+        "model",
+        "tokens",
+        "dtype",
+        "dropout",
+        "optimizer",
+        "graphs",
+        "kernels",
+        "compiled",
+        "padded",
+        "dense_block",
+    ),
     "bench_linear": ("shape", "dtype", "rows"),
     "bench_lookup": ("batch", "ids"),
     "bench_inference": ("model", "tokens", "dtype"),
@@ -32,6 +43,7 @@ def _step_names() -> dict[tuple[str, ...], str]:
         {"": "", "yes": ", our kernels"},
         {"": "", "yes": ", compiled"},
         {"": "", "yes": ", padded rows and a mask"},
+        {"": "", "yes": ", head and loss as one block on both sides"},
     )
     names = {}
     for parts in itertools.product(models.items(), *(setting.items() for setting in settings)):

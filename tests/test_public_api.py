@@ -34,6 +34,7 @@ PUBLIC = {
         "rank_report",
         "set_activation_policy",
         "set_fp8_linears",
+        "set_head_and_loss",
         "size_report",
         "write_model_card",
     },

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_comera.compress.family_costs import AS_CODES, IN_A_KERNEL, FamilyCost
 from hf_comera.compress.kernel_notes import kernel_notes
 from hf_comera.modules import TiedHead, TTLinear
 from hf_comera.modules.fast_dropout import FastDropout
+from hf_comera.modules.head_and_loss import LANGUAGE_MODELS, HeadAndLoss
 from hf_comera.modules.joined import WORTH_A_CACHE
 from hf_comera.ops.kept_bits import WORTH_BITS
 from hf_comera.ops.kernel_build import find_nvcc
@@ -33,6 +35,7 @@ def speed_notes(
         *_about_hidden_layers(rows),
         *_about_siblings(model, rows, device),
         *_about_dropout(model, device),
+        *_about_head_and_loss(model),
         *_about_the_model(model, rows),
     )
 
@@ -56,6 +59,16 @@ def _about_the_dtype(device: torch.device, dtype: torch.dtype, machine: Machine)
     elif dtype == torch.float32 and device.type == "cuda":
         gain = machine.of(torch.bfloat16).flops / single
         yield f"dtype float32: bfloat16 (bf16=True of the Trainer) multiplies up to {gain:.0f}x faster."
+
+
+def _about_head_and_loss(model: nn.Module) -> Iterator[str]:
+    if not isinstance(model, PreTrainedModel) or not type(model).__name__.endswith(LANGUAGE_MODELS):
+        return
+    block = HeadAndLoss.of(model)
+    if isinstance(block, str):
+        yield f"All logits exist while it trains, also of tokens without a label: {block}."
+    elif "head_and_loss" not in vars(model):
+        yield "Head and loss as one block is off: set_head_and_loss(model) computes logits for labelled tokens only."
 
 
 def _about_the_model(model: nn.Module, rows: Sequence[FamilyCost]) -> Iterator[str]:

@@ -28,6 +28,7 @@ from hf_comera.hub.saving import NOTICE, RECORDS, SAVE_ID, atomic_save, new_save
 from hf_comera.memory import ActivationPolicy, set_activation_policy
 from hf_comera.modules import TensorTrainModule, TiedEmbedding, TiedHead, TTMEmbedding
 from hf_comera.modules.fast_dropout import restore_dropout
+from hf_comera.modules.head_and_loss import LANGUAGE_MODELS, HeadAndLoss, head_and_loss_forward, set_head_and_loss
 
 __all__ = ["ComeraModel", "attach", "is_comera_model", "merge_and_unload"]
 
@@ -100,6 +101,14 @@ class ComeraModel:
             ValueError: If there is no policy of that name.
         """
         set_activation_policy(self, policy)
+
+    def set_head_and_loss(self, enabled: bool = True) -> None:
+        """Compute head and loss as one block while training, or not: see ``hf_comera.set_head_and_loss``.
+
+        Raises:
+            ValueError: If there is no block for this model.
+        """
+        set_head_and_loss(self, enabled)
 
     def merge_and_unload(self) -> PreTrainedModel:
         """Turn this model into an ordinary dense one, in place, and return it; it then saves as any other model.
@@ -182,6 +191,8 @@ def attach(model: PreTrainedModel, config: ComeraConfig, errors: dict[str, float
     _warn_of_errors(errors or {})
     _record_all_layers(model)
     wire(model)
+    if isinstance(HeadAndLoss.of(model), HeadAndLoss):
+        set_head_and_loss(model)
     return model
 
 
@@ -205,6 +216,7 @@ def merge_and_unload(model: PreTrainedModel) -> PreTrainedModel:
     marked = _marked(model)
     merge_model(model)
     restore_dropout(model)
+    set_head_and_loss(model, False)
     for part in marked:
         _unmark(part)
     return model
@@ -309,7 +321,9 @@ def _trains(model: PreTrainedModel) -> dict[str, TensorTrainModule]:
 
 @functools.cache
 def _comera_class(dense_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    names = {"__module__": dense_class.__module__, "__qualname__": dense_class.__qualname__}
+    names: dict[str, Any] = {"__module__": dense_class.__module__, "__qualname__": dense_class.__qualname__}
+    if dense_class.__name__.endswith(LANGUAGE_MODELS):
+        names["forward"] = head_and_loss_forward(dense_class.forward)
     return type(
         dense_class.__name__,
         (ComeraModel, dense_class),

@@ -3,8 +3,8 @@
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_comera.modules.stamp import note_parameter_edit
+from hf_comera.ops.fused_loss import fixed_shapes
 from hf_comera.training.cuda_capture import CudaCapture
 from hf_comera.training.device_rates import DeviceRates, why_not_captured
 from hf_comera.training.graph_guards import check_graphable, check_number
@@ -234,7 +235,7 @@ class GraphedStep:
 
     def _body(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """All of a step that the device does."""
-        with self._rates.in_place() if self.reason is None else nullcontext():
+        with self._as_recorded() if self.reason is None else nullcontext():
             loss, grad_norm = self.compute_loss(batch), None
             loss.backward()
             if self.max_grad_norm is not None:
@@ -246,6 +247,12 @@ class GraphedStep:
                 self.adapter.push()
             self._drop_gradients()
         return loss.detach(), grad_norm
+
+    @contextmanager
+    def _as_recorded(self) -> Iterator[None]:
+        """Rates on the device, and sizes that no label decides: steps that are not recorded have the same numbers."""
+        with self._rates.in_place(), fixed_shapes():
+            yield
 
     def _drop_gradients(self) -> None:
         """Of the model, and of what the optimizer holds besides, say a loss with weights of its own."""

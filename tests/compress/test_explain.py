@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, OPTConfig
 
 from hf_comera import ComeraConfig, explain, get_comera_model
 from hf_comera.compress.explain import WIDTH, default_machine
@@ -14,7 +14,7 @@ from hf_comera.modules import TTLinear, TTMEmbedding, unwritten_heads, wide_hidd
 from hf_comera.modules.fast_dropout import FastDropout
 from hf_comera.ops import kernel_switch
 from hf_comera.tt.machine import CPU_THREAD, H200, H200_TF32
-from tests.architectures import ARCHITECTURES
+from tests.architectures import ARCHITECTURES, SIZES, WORDS
 from tests.ops.float32_settings import SETTINGS, choose
 
 # kinds of layers that are equal to each other: count, the last parts of their names
@@ -263,3 +263,16 @@ def test_a_gpu_is_predicted_for_products_as_torch_is_set_to_make_them(name):
     choose(name)
     expected = H200_TF32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else H200
     assert default_machine(torch.device("cuda"), torch.float32) is expected
+
+
+def test_what_becomes_of_the_logits_is_told_where_they_are_all_made():
+    config = Gemma2Config(**SIZES, **WORDS, head_dim=12, num_key_value_heads=2)
+    gemma = get_comera_model(AutoModelForCausalLM, ComeraConfig(rank=4), config=config)
+    found = " ".join(explain(gemma, batch_size=2, seq_len=9).notes)
+    assert "All logits exist while it trains, also of tokens without a label: its logits are not" in found
+    architecture = ARCHITECTURES["gpt2"]
+    model = get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config())
+    assert "logits" not in " ".join(explain(model, batch_size=2, seq_len=9).notes)
+    model.set_head_and_loss(False)
+    found = " ".join(explain(model, batch_size=2, seq_len=9).notes)
+    assert "set_head_and_loss(model) computes logits for labelled tokens only" in found

@@ -161,6 +161,8 @@ def test_bytes_and_errors_at_a_real_size(compressed, policy, most):
 def test_what_is_never_stored_in_fp8(compressed, policy, monkeypatch):
     """Parameters and what is made of them, ids, masks, statistics, logits and what the loss makes of them."""
     model, inputs = bert(compressed=compressed), batch()
+    inputs["labels"] = inputs["labels"].clone()
+    inputs["labels"][0, 0] = -100  # as many labelled tokens as the model is wide would look like a weight
     recorded, weights = Recorded(monkeypatch), {parameter.shape for parameter in model.parameters()}
     run(model, inputs, policy)
     assert recorded.stored

@@ -165,7 +165,7 @@ def test_defaults_are_those_of_the_rows(monkeypatch):
     case = bench_step.case_of(parse(monkeypatch))
     assert case == {
         "model": "bert-6x768", "optimizer": "tt_muon", "dtype": "fp32", "dropout": 0.1, "tokens": "32x128",
-        "gpu": "", "graphs": "", "kernels": "", "compiled": "", "padded": "",
+        "gpu": "", "graphs": "", "kernels": "", "compiled": "", "padded": "", "dense_block": "",
     }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from hf_comera import (
     get_comera_model,
     size_report,
 )
+from hf_comera.ops.fused_loss import fixed_shapes
 from tests.architectures import ARCHITECTURES
 
 OPTIMIZERS = {
@@ -61,7 +62,8 @@ class Run:
 
     def plainly(self, batches):
         for batch in batches:
-            loss = self.model(**batch).loss
+            with fixed_shapes():
+                loss = self.model(**batch).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             if self.adapter is not None:
