@@ -39,6 +39,32 @@ Its scale does not matter to the step; below, where gradients normally are, noth
 """
 
 
+class TTMuonState(dict[str, Any]):
+    """The state of a :class:`TTMuon` in a checkpoint, which other optimizers refuse with a sentence that helps.
+
+    Torch copies a state before it looks into it, and would tell the numbers of parameter groups only.
+    """
+
+    def copy(self) -> dict[str, Any]:
+        """Asked for by other optimizers alone.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "The checkpoint has the state of TTMuon, the optimizer of ComeraTrainer, and another optimizer was to "
+            "load it, say that of a plain Trainer. Resume with ComeraTrainer, or load the weights by from_pretrained "
+            "and start anew."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made of a plain dict, which torch's reader fills where it runs no code."""
+        return type(self), (dict(self),)
+
+
+torch.serialization.add_safe_globals([TTMuonState])  # so that it is read with weights_only=True
+
+
 class TTMuon(torch.optim.Optimizer):
     """Steps that move the implied matrices of a compressed model as far as AdamW moves dense ones at the same rate.
 
@@ -142,7 +168,7 @@ class TTMuon(torch.optim.Optimizer):
             lambda _, loaded: check_saved_shapes(self, loaded, ("momentum_buffer", "exp_avg", "exp_avg_sq"))
         )  # the last of the hooks: one before it may drop removed layers
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(dict(state_dict))
         finally:
             check.remove()
 

@@ -13,6 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from hf_comera.optim import TTMuon
+from hf_comera.optim.tt_muon import TTMuonState
 from hf_comera.training.callback import ComeraCallback
 from hf_comera.training.graph_guards import check_trainer_graphs
 from hf_comera.training.graphed_step import GraphedStep
@@ -126,6 +127,18 @@ class ComeraTrainerMixin:
                 self._writes_in = None
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        own = self.optimizer
+        if not isinstance(getattr(own, "optimizer", own), TTMuon):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        state_dict = own.state_dict
+        own.state_dict = lambda: TTMuonState(state_dict())  # type: ignore[method-assign]
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        finally:
+            del own.state_dict
 
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._writes_in is None else self._writes_in  # type: ignore[misc]

@@ -114,7 +114,7 @@ def test_accelerate_resumes_exactly_across_a_cut(optimizer, saved_after, tmp_pat
 
 
 RESUMED_BY_THE_OTHER = [
-    (ComeraTrainer, Trainer, "different number of parameter groups"),  # torch's own; docs/resuming.md explains it
+    (ComeraTrainer, Trainer, "has the state of TTMuon, the optimizer of ComeraTrainer.* Resume with ComeraTrainer"),
     (Trainer, ComeraTrainer, "The state is not one of TTMuon"),
 ]
 
