@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils.operations import convert_to_fp32
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -429,6 +430,15 @@ SETTINGS = {
 }
 
 
+@pytest.fixture
+def _own_accelerate():
+    """Accelerate keeps its precision for a whole process."""
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+@pytest.mark.usefixtures("_own_accelerate")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("architecture", [BERT, GPT2], ids=["bert", "gpt2"])
 def test_trainer_learns_the_same(architecture, settings, tmp_path):

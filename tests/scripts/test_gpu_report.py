@@ -91,7 +91,15 @@ def test_what_cannot_be_is_refused(tmp_path, words, message):
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_the_target_takes_the_interpreter_as_it_is_given():
-    words = ["make", "--dry-run", "gpu-report", "PYTHON=/some/python", "ONLY=losses optimizers", "REHEARSE=1"]
+    words = [
+        "make",
+        "--no-print-directory",
+        "--dry-run",
+        "gpu-report",
+        "PYTHON=/some/python",
+        "ONLY=losses optimizers",
+        "REHEARSE=1",
+    ]
     environment = {**os.environ, "OUT": "/some/out"}
     printed = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, check=True).stdout
     command = " ".join(printed.replace("\\\n", " ").split())

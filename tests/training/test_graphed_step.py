@@ -10,6 +10,7 @@ import logging
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from hf_comera import GraphedStep, size_report
 from hf_comera.modules import TensorTrainModule
@@ -262,6 +263,7 @@ def test_an_optimizer_that_works_on_the_host_runs_as_usual(make):
 
 @pytest.mark.usefixtures("tape")
 def test_with_accelerate():
+    AcceleratorState._reset_state(True)  # which may have the precision of another test
     batches = batches_of()
     plain, run = Run().plainly(batches), Run()
     accelerator = Accelerator(cpu=True)
