@@ -191,8 +191,8 @@ def attach(model: PreTrainedModel, config: ComeraConfig, errors: dict[str, float
     _warn_of_errors(errors or {})
     _record_all_layers(model)
     wire(model)
-    if isinstance(HeadAndLoss.of(model), HeadAndLoss):
-        set_head_and_loss(model)
+    if isinstance(block := HeadAndLoss.of(model), HeadAndLoss):
+        model.__dict__["head_and_loss"] = block
     return model
 
 

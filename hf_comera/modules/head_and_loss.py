@@ -83,7 +83,7 @@ class HeadAndLoss:
     def applies(self, model: PreTrainedModel, options: dict[str, Any]) -> bool:
         """Whether a call of ``model`` with ``options`` is one of training with labels that the block can serve."""
         labels = options.get("labels")
-        if labels is None or not model.training or not torch.is_grad_enabled() or _is_followed():
+        if not isinstance(labels, Tensor) or not model.training or not torch.is_grad_enabled() or _is_followed():
             return False
         if options.get("logits_to_keep") or options.get("return_dict") is False or not model.config.return_dict:
             return False
@@ -127,8 +127,10 @@ class HeadAndLoss:
                 given = options.get("shift_labels")
                 labels = nn.functional.pad(labels[..., 1:], (0, 1), value=ignored) if given is None else given
         head = model.get_submodule(self.head)
-        labels = labels.to(hidden.device).reshape(hidden.shape[:-1])
-        if self.projection:  # the layers before the projection, for labelled tokens only
+        labels = labels.to(hidden.device)
+        if labels.numel() == hidden.shape[:-1].numel():  # else the operator says what is needed
+            labels = labels.reshape(hidden.shape[:-1])
+        if self.projection and labels.shape == hidden.shape[:-1]:  # what is before it, for labelled tokens only
             if not is_recorded(hidden):
                 places = (labels.flatten() != ignored).nonzero()[:, 0] if has_values(hidden) else _all(labels)
                 hidden, labels = hidden.flatten(0, -2)[places], labels.flatten()[places]

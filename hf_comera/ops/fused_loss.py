@@ -51,20 +51,38 @@ def head_cross_entropy(
         The sum, in float32 (float64 for float64), 0 where no token has a label.
 
     Raises:
-        ValueError: If ``labels`` does not have an entry for each token.
+        ValueError: If ``labels`` does not have an integer for each token.
+        IndexError: If a label is no id; on a CPU only, since others would have to be waited for.
     """
-    if x.shape[:-1] != labels.shape:
-        raise ValueError(f"labels has shape {tuple(labels.shape)}, but x has tokens of shape {tuple(x.shape[:-1])}.")
+    _check_labels(x, labels, weight.shape[0], ignore_index)
     x = autocast_input(x)
     differentiable = (x, weight) if bias is None else (x, weight, bias)
     with_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable)
-    flat = x.reshape(-1, x.shape[-1]), labels.to(x.device).reshape(-1)
+    flat = x.reshape(-1, x.shape[-1]), labels.to(x.device, torch.int64).reshape(-1)
     with without_autocast(x):
         fixed = is_recorded(x) or not has_values(x)
         loss, *_ = _head_cross_entropy(
             flat[0], weight, bias, flat[1], ignore_index, with_gradients=with_gradients, fixed_shapes=fixed
         )
     return loss
+
+
+def _check_labels(x: Tensor, labels: Tensor, vocabulary: int, ignore_index: int) -> None:
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"labels has dtype {labels.dtype}, but ids are needed, for example labels.long().")
+    if x.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels has shape {tuple(labels.shape)}, but there are tokens of shape {tuple(x.shape[:-1])}. Give an id "
+            f"for each token, or {ignore_index} where there is none."
+        )
+    if labels.device.type != "cpu" or not has_values(labels) or is_recorded(labels):
+        return
+    wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))]
+    if wrong.numel():
+        raise IndexError(
+            f"labels holds {wrong[0].item()}, but the vocabulary has ids from 0 to {vocabulary - 1}. Tokens without a "
+            f"label have {ignore_index}."
+        )
 
 
 @torch.library.custom_op("hf_comera::head_cross_entropy", mutates_args=())

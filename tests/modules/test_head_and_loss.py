@@ -222,6 +222,21 @@ def test_the_models_own_forward_runs_where_the_block_does_not_apply(change):
         torch.testing.assert_close(outputs.loss, outputs.logits.float().mean())
 
 
+BAD_LABELS = {
+    "too few": (lambda labels: labels[:, :8], ValueError, "labels has shape .* Give an id for each token"),
+    "no id": (lambda labels: torch.full_like(labels, 999), IndexError, "labels holds 999"),
+    "no integers": (lambda labels: labels.double(), ValueError, "labels has dtype torch.float64"),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "message"), BAD_LABELS.values(), ids=BAD_LABELS)
+@pytest.mark.parametrize("architecture", [BERT, GPT2], ids=["bert", "gpt2"])
+def test_labels_that_do_not_fit_raise_with_the_remedy(architecture, make, error, message):
+    inputs = batch_of(architecture)
+    with pytest.raises(error, match=message):
+        new_model(architecture)(**{**inputs, "labels": make(inputs["input_ids"])})
+
+
 def test_without_gradients_the_models_own_forward_runs():
     model = new_model(GPT2)
     with torch.no_grad():

@@ -151,5 +151,25 @@ def test_nothing_is_left_after_backward():
 
 def test_labels_of_another_shape_raise():
     x, weight, bias, labels = inputs("some")
-    with pytest.raises(ValueError, match=r"labels has shape \(12,\), but x has tokens of shape \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"labels has shape \(12,\), but there are tokens of shape \(3, 4\)"):
         head_cross_entropy(x, weight, bias, labels.flatten())
+
+
+@pytest.mark.parametrize("wrong", [VOCABULARY, -1, 10**6])
+def test_labels_that_are_no_ids_raise(wrong):
+    x, weight, bias, labels = inputs("some")
+    labels[1, 1] = wrong
+    with pytest.raises(IndexError, match=rf"labels holds {wrong}, but the vocabulary has ids from 0 to 36.* -100"):
+        head_cross_entropy(x, weight, bias, labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_labels_that_are_no_integers_raise(dtype):
+    x, weight, bias, labels = inputs("all")
+    with pytest.raises(ValueError, match=r"labels has dtype .*labels\.long\(\)"):
+        head_cross_entropy(x, weight, bias, labels.to(dtype))
+
+
+def test_labels_of_other_integers_serve():
+    x, weight, bias, labels = inputs("some")
+    torch.testing.assert_close(head_cross_entropy(x, weight, bias, labels.int()), whole(x, weight, bias, labels))
