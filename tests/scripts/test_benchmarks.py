@@ -21,6 +21,7 @@ NOT_ALWAYS = {"promised ratio", "gpu", "graphs", "kernels"}
     [
         ("bench_linear.py", ["--rows", "64", "--keep-freed-memory"], "ratio"),
         ("bench_lookup.py", [], "ratio"),
+        ("bench_head.py", ["--vocabulary", "120", "--tokens", "40"], "ratio"),
         ("bench_decomposition.py", [], "relative error"),
         ("bench_paths.py", ["--max-rows", "1", "--layers", "768x768"], "Planned path within"),
         ("bench_optimizer_states.py", ["--steps", "5", "--width", "16", "--rank", "4"], "error both expanded"),
