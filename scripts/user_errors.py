@@ -7,8 +7,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import hf_comera
 from hf_comera.hub.saving import disk_refusal
 
+PACKAGE = Path(hf_comera.__file__).resolve().parent
 STATUS = 2  # that of argparse
 # What a disk says that is full, may not be written, or holds something else in that place; whoever asked it.
 REFUSALS = frozenset({
@@ -38,7 +40,8 @@ def run_script(main: Callable[[], int | None]) -> int:
 
 def _message(problem: Exception, source: Path) -> str | None:
     """What to tell of an error that was raised in ``source``; None if that is not enough."""
-    is_own = source.parent == Path(__file__).resolve().parent or "hf_comera" in source.parts
+    # not by name: a clone is called hf_comera too, and has the packages of others in its .venv
+    is_own = source.parent == Path(__file__).resolve().parent or PACKAGE in source.parents
     if isinstance(problem, ValueError) and is_own:
         return str(problem)
     if isinstance(problem, OSError) and is_own and problem.errno is not None:

@@ -47,6 +47,12 @@ def test_errors_of_other_packages_keep_their_traceback(capsys):
     assert not capsys.readouterr().err
 
 
+def test_packages_of_others_below_a_clone_of_this_name_are_not_taken_for_ours(tmp_path):
+    package = tmp_path / "hf_comera" / ".venv" / "other.py"
+    assert user_errors._message(ValueError("theirs"), package) is None
+    assert user_errors._message(ValueError("ours"), user_errors.PACKAGE / "compress" / "plan.py") == "ours"
+
+
 def raising(error):
     def main():
         raise error
