@@ -13,7 +13,7 @@ from hf_comera.compress.kernel_notes import kernel_notes
 from hf_comera.modules import TiedHead, TTLinear
 from hf_comera.modules.fast_dropout import FastDropout
 from hf_comera.modules.head_and_loss import LANGUAGE_MODELS, HeadAndLoss
-from hf_comera.modules.joined import WORTH_A_CACHE
+WORTH_A_CACHE = 1
 from hf_comera.ops.kept_bits import WORTH_BITS
 from hf_comera.ops.kernel_build import find_nvcc
 from hf_comera.ops.wide_code_kernels import MAX_RANK, WIDE_ACTIVATIONS

@@ -22,12 +22,11 @@ from hf_comera.compress.rank_report import RankReport, rank_report
 from hf_comera.compress.record import record_digest
 from hf_comera.compress.size import size_report
 from hf_comera.compress.surgery import merge_model
-from hf_comera.compress.wiring import wire
 from hf_comera.hub.parts import compressed_parts
 from hf_comera.hub.saving import NOTICE, RECORDS, SAVE_ID, atomic_save, new_save_id, stamped
 from hf_comera.memory import ActivationPolicy, set_activation_policy
 from hf_comera.modules import TensorTrainModule, TiedEmbedding, TiedHead, TTMEmbedding
-from hf_comera.modules.fast_dropout import restore_dropout
+from hf_comera.modules.fusion import fuse, unfuse
 from hf_comera.modules.head_and_loss import LANGUAGE_MODELS, HeadAndLoss, head_and_loss_forward, set_head_and_loss
 
 __all__ = ["ComeraModel", "attach", "is_comera_model", "merge_and_unload"]
@@ -190,7 +189,7 @@ def attach(model: PreTrainedModel, config: ComeraConfig, errors: dict[str, float
         _mark(part, dataclasses.replace(config, layers=inside))
     _warn_of_errors(errors or {})
     _record_all_layers(model)
-    wire(model)
+    fuse(model)
     if isinstance(block := HeadAndLoss.of(model), HeadAndLoss):
         model.__dict__["head_and_loss"] = block
     return model
@@ -215,7 +214,7 @@ def merge_and_unload(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(f"{type(model).__name__} is not a compressed model: there is nothing to merge.")
     marked = _marked(model)
     merge_model(model)
-    restore_dropout(model)
+    unfuse(model)
     set_head_and_loss(model, False)
     for part in marked:
         _unmark(part)

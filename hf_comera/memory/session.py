@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from hf_comera.memory.call_kinds import (
-    QUESTIONS,
     UNRECORDED,
     apply_mask,
     autocasts,
@@ -28,7 +27,6 @@ from hf_comera.memory.lineage import Call, Input, Lineage, Node, Place, is_plain
 from hf_comera.memory.policy import ActivationPolicy
 from hf_comera.memory.present_call import PresentCall
 from hf_comera.memory.sources import Packed, Rerun, RerunOutput, Saved, Source
-from hf_comera.modules.unwritten import Unwritten
 from hf_comera.ops.bit_mask import BitMask
 from hf_comera.ops.dropped_attention import bias_of_mask
 
@@ -69,9 +67,6 @@ class Session(TorchFunctionMode):
     ) -> Any:
         """Make the call, and write down how its result came about."""
         kwargs = kwargs or {}
-        stand_in = next((kind for kind in types if issubclass(kind, Unwritten)), None)
-        if stand_in is not None and func not in QUESTIONS:
-            return self._by_stand_in(stand_in, func, types, args, kwargs)
         if func in UNRECORDED or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if not torch.is_grad_enabled() or "out" in kwargs:  # within autograd functions
@@ -88,14 +83,6 @@ class Session(TorchFunctionMode):
             self._calls.pop()
             self._settle(present, result)
         return result
-
-    def _by_stand_in(self, kind: type[Unwritten], func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-        """Have a stand-in make the call, and see the calls that it makes instead."""
-        super().__enter__()
-        try:
-            return kind.__torch_function__(func, types, args, kwargs)
-        finally:
-            super().__exit__(None, None, None)
 
     def _cast(self, func: Callable[..., Any], arguments: Any) -> Any:
         """Make the casts of activations that autocast is about to make, so that they are written down."""

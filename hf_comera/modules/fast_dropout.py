@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
-from hf_comera.modules.unwritten import can_stand_in
 from hf_comera.ops import kept_bits
 
 __all__ = ["FastDropout", "quicken_dropout", "restore_dropout"]
@@ -28,8 +29,15 @@ class FastDropout(nn.Dropout):
         return kept_bits.drop(input, bits, kept_bits.kept_share(self.p))
 
     def _serves(self, x: Tensor) -> bool:
-        plain = can_stand_in(x) and x.layout is torch.strided and not x.is_nested and x.is_floating_point()
+        plain = x.layout is torch.strided and not x.is_nested and x.is_floating_point() and not _is_followed(x)
         return plain and not self.inplace and kept_bits.serves(x.device, x.numel(), self.p)
+
+
+def _is_followed(x: Tensor) -> bool:
+    """Whether a compiler, an exporter, a transform or a tensor subclass follows what is done with ``x``."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or forward_ad._current_level >= 0:
+        return True
+    return type(x) not in (Tensor, nn.Parameter, FakeTensor) or torch._C._are_functorch_transforms_active()
 
 
 def quicken_dropout(model: nn.Module) -> None:

@@ -8,23 +8,15 @@ from torch import Tensor, nn
 
 from hf_comera.modules.base import TensorTrainModule, removed_output
 from hf_comera.modules.halves_bank import HalvesBank
-from hf_comera.modules.joined import JoinedProjections
-from hf_comera.modules.planned_path import planned_path
 from hf_comera.modules.stamp import can_keep
-from hf_comera.modules.unwritten import Unwritten, can_stand_in
-from hf_comera.modules.unwritten_heads import UnwrittenHeads, is_worth_codes
-from hf_comera.modules.wide_hidden import WideHidden, pays
-from hf_comera.ops.halves import layer_halves
-from hf_comera.ops.kernel_switch import kernels_are_wanted
-from hf_comera.ops.low_rank_linear import low_rank_linear
-from hf_comera.ops.path_linear import dense_linear, path_linear
+from hf_comera.ops.halves import RANK_MULTIPLE, layer_halves, padded_rank
+from hf_comera.ops.path_linear import dense_linear
 from hf_comera.ops.precision import autocast_dtype, chain_dtype, without_autocast
 from hf_comera.ops.rank_activation import check_rank_activation, shrinkage
-from hf_comera.ops.tt_linear import activate, bias_as_rank, from_code, to_code
-from hf_comera.tt.contraction import apply_parts, build_parts
+from hf_comera.ops.tiled_mlp import HiddenInput
+from hf_comera.ops.tt_linear import bias_as_rank, from_code, to_code
 from hf_comera.tt.cores import contract_left, contract_right, core_shapes, draw_cores
 from hf_comera.tt.decomposition import tt_svd
-from hf_comera.tt.path import ContractionPath
 from hf_comera.tt.shapes import check_factors, factorize, useful_ranks
 
 __all__ = ["TTLinear"]
@@ -90,8 +82,6 @@ class TTLinear(TensorTrainModule):
             "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         )
         self.join_bank(HalvesBank())
-        self.joined: JoinedProjections | None = None
-        self.is_wide = False
         self.reset_parameters()
 
     @torch.no_grad()
@@ -124,98 +114,46 @@ class TTLinear(TensorTrainModule):
                 f"x has shape {tuple(x.shape)}, but its last axis must be in_features={self.in_features}."
             )
         if self.is_removed:
-            if (heads := self._code_heads(x)) is not None:
-                return UnwrittenHeads.of_bias(x, self.out_features, self.bias, heads)
             return removed_output(x, self.out_features, self.bias)
-        if not isinstance(x, Unwritten) and (path := self._other_path(x)) is not None:
-            return self._along(path, x)
-        left, right = self._halves(autocast_dtype(x))
-        if isinstance(x, Unwritten) and not x.stays_unwritten(left):
-            x = x.real()
-        is_wide = self.is_wide and not self._forward_hooks and pays(x, left, self.out_features)
-        if self._in_one_call(x) and not is_wide:
-            with without_autocast(x):
-                return low_rank_linear(x.to(left.dtype), left, right, self.bias, self.rank_activation)
-        if isinstance(x, Unwritten):
-            code = x.code(left)
-        else:
-            code = to_code(x, left) if self.joined is None else self.joined.code(self, x, left)
-        code, heads = activate(code, self.rank_activation), self._code_heads(x)
-        code, right, bias = bias_as_rank(code, right, self.bias, self.middle_rank, always=heads is not None)
-        if heads is not None:
-            cache = self.joined and self.joined.cache_for(x.shape[:-1].numel(), self.out_features)
-            return UnwrittenHeads.of(code, right, heads, cache)
-        if is_wide:
-            return WideHidden.of(code, right, bias)
-        return from_code(code, right, bias)
+        if self.prefers_dense:
+            return dense_linear(x, *self.halves(autocast_dtype(x)), self.bias)
+        return self.from_latent(self.to_latent(x))
 
-    def _in_one_call(self, x: Tensor) -> bool:
-        """Whether both products are one call of a kernel: for a plain tensor on a GPU, of no concern to siblings."""
-        return x.is_cuda and not isinstance(x, Unwritten) and not self.has_siblings and kernels_are_wanted()
+    def to_latent(self, x: Tensor) -> Tensor:
+        """``(..., in_features) -> (..., R)``: the down-projection, by the left half."""
+        return to_code(x, self.halves(autocast_dtype(x))[0])
 
-    def _code_heads(self, x: Tensor) -> int | None:
-        """:meth:`code_heads` for the rows of ``x``; None also if no stand-in for the output can be."""
-        return self.code_heads(x.shape[0] * x.shape[1]) if x.ndim == 3 and can_stand_in(x) else None
+    def from_latent(self, latent: Tensor) -> Tensor:
+        """``(..., R) -> (..., out_features)``: the up-projection, by the right half, and the bias."""
+        _, right = self.halves(latent.dtype)
+        return from_code(*bias_as_rank(latent, right, self.bias, self.middle_rank))
+
+    def hidden_input(self, latent: Tensor) -> HiddenInput:
+        """The up-projection of ``latent``, ``(T, R)``, for an operator that makes it a few rows at a time."""
+        _, right = self.halves(latent.dtype)
+        latent, right, bias = bias_as_rank(latent, right, self.bias, self.middle_rank)
+        return HiddenInput(latent, right, None if bias is None else bias.to(latent.dtype))
 
     @property
-    def has_siblings(self) -> bool:
-        """Whether other layers may share the product into the rank space with this one."""
-        return self.joined is not None and self.joined.num_members > 1
+    def prefers_dense(self) -> bool:
+        """Whether the rank is so high that a product with the dense matrix takes fewer multiplications."""
+        sizes = self.in_features, self.out_features
+        return padded_rank(self.middle_rank) > 0.75 * sizes[0] * sizes[1] / sum(sizes)
 
     @property
     def middle_rank(self) -> int:
         """Numbers of the code, without padding."""
         return self.ranks[len(self.in_factors) - 1]
 
-    def path(self, rows: int, dtype: torch.dtype, *, training: bool) -> ContractionPath:
-        """The contraction path that the layer takes for ``rows`` rows of input, once ranks are rounded up.
+    def halves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``left (R, in_features)`` and ``right (R, out_features)`` in ``dtype``; R is the padded middle rank.
 
-        It is planned for assumed speeds of a device, so that it is the same in every process and after a restart.
-        Where attention takes the code as it is, there has to be one: no path of its own saves as much.
+        A removed layer has zeros of one padded rank.
         """
-        sizes = (self.in_factors, self.out_factors, self.in_features, self.out_features)
-        best, two_sided = planned_path(sizes, self.ranks, max(1, rows), dtype, self.core_0.is_cuda, training=training)
-        if self.rank_activation is not None or (best is not two_sided and self.code_heads(rows) is not None):
-            return two_sided
-        return best
-
-    def joins(self, x: Tensor) -> bool:
-        """Whether the layer needs the code of ``x``, which siblings can make together."""
-        return not self.is_removed and self._other_path(x) is None
-
-    def code_heads(self, rows: int) -> int | None:
-        """Heads of the attention that takes the code as it is; None if there is none, or ``rows`` rows are few.
-
-        Of tokens that follow codes in a cache a single row is enough.
-        """
-        if self.joined is None or self.core_0.device.type not in ("cpu", "meta"):
-            return None
-        worth = is_worth_codes(rows, self.out_features) or self.joined.is_cached
-        return self.joined.num_code_heads if worth else None
-
-    def _other_path(self, x: Tensor) -> ContractionPath | None:
-        """The path to take, if it is not the two-sided one; None also in compiled code, which cannot plan."""
-        if self.rank_activation is not None or torch.compiler.is_compiling() or torch._C._get_tracing_state():
-            return None
-        training = torch.is_grad_enabled() and (x.requires_grad or self.core_0.requires_grad)
-        path = self.path(x.numel() // self.in_features, autocast_dtype(x), training=training)
-        return None if path.kind == "two-sided" else path
-
-    def _along(self, path: ContractionPath, x: Tensor) -> Tensor:
-        """What the layer computes, along a path that is not two-sided; its parts are kept where nothing trains."""
-        dtype = autocast_dtype(x)
-        if not torch.is_grad_enabled() and can_keep(self.train_parameters()):
-            cores = [core.to(chain_dtype(core)) for core in self.gated_cores()]
-            parts = self.halves_bank.kept(self, dtype, path.label, lambda: build_parts(cores, path, dtype))
-            with without_autocast(x):
-                y = apply_parts(x.to(dtype), parts, path)
-                return y if self.bias is None else y + self.bias.to(dtype)
-        if path.kind == "dense":
-            return dense_linear(x, *self._halves(dtype), self.bias)
-        return path_linear(x, self.gated_cores(), path, self.bias)
-
-    def _halves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``left (R, in_features)`` and ``right (R, out_features)`` in ``dtype``; R is the padded middle rank."""
+        if self.is_removed:
+            zeros = self.core_0.new_zeros(RANK_MULTIPLE, self.in_features + self.out_features, dtype=dtype)
+            left, right = zeros.split([self.in_features, self.out_features], dim=1)
+            return left, right
         if can_keep(self.train_parameters()):
             return self.halves_bank.halves(self, dtype)
         with without_autocast(self.core_0):
@@ -227,24 +165,15 @@ class TTLinear(TensorTrainModule):
         self.halves_bank = bank
         bank.add(self)
 
-    def join(self, group: JoinedProjections, place: int) -> None:
-        """Share a product with the other members of ``group``, of which this is number ``place`` to be called."""
-        self.joined, self._place = group, place
-        group.add(self, place)
-
     def train(self, mode: bool = True) -> "TTLinear":
         """Set the training mode, and free what was kept."""
         self.halves_bank.drop(self)
-        if self.joined is not None:
-            self.joined.reset()
         return super().train(mode)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy, whole or from a pickle, joins the copies of its fellows."""
         super().__setstate__(state)
         self.halves_bank.add(self)
-        if self.joined is not None:
-            self.joined.add(self, self._place)
 
     def weight_shape(self) -> tuple[int, int]:
         """``(out_features, in_features)``, or ``(in_features, out_features)`` if ``transposed``."""
