@@ -1,9 +1,8 @@
-// Nonlinearities and their derivatives, chosen at run time; the numbers are those of ops/low_rank_kernels.py
-// and ops/wide_code_kernels.py.
+// Nonlinearities and their derivatives, chosen at run time; the numbers are those of ops/wide_code_kernels.py.
 #pragma once
 #include "portable.h"
 
-enum Activation { NO_ACTIVATION = 0, SILU = 1, GELU = 2, GELU_TANH = 3, RELU = 4, NUM_ACTIVATIONS = 5 };
+enum Activation { SILU = 1, GELU = 2, GELU_TANH = 3, RELU = 4 };
 
 DEVICE float sigmoid(float z) { return 1.0f / (1.0f + expf(-z)); }
 DEVICE float normal_probability(float z) { return 0.5f * (1.0f + erff(z * 0.70710678118654752f)); }
@@ -14,8 +13,7 @@ DEVICE float activate(int activation, float z) {
     case SILU: return z * sigmoid(z);
     case GELU: return z * normal_probability(z);
     case GELU_TANH: return 0.5f * z * (1.0f + tanhf(0.79788456080286536f * (z + 0.044715f * z * z * z)));
-    case RELU: return z > 0.0f ? z : 0.0f;
-    default: return z;
+    default: return z > 0.0f ? z : 0.0f;  // RELU
   }
 }
 
@@ -31,8 +29,7 @@ DEVICE void with_activation(int activation, const Run& run) {
     case SILU: return run(ActivationNumber<SILU>{});
     case GELU: return run(ActivationNumber<GELU>{});
     case GELU_TANH: return run(ActivationNumber<GELU_TANH>{});
-    case RELU: return run(ActivationNumber<RELU>{});
-    default: return run(ActivationNumber<NO_ACTIVATION>{});
+    default: return run(ActivationNumber<RELU>{});
   }
 }
 
@@ -48,7 +45,6 @@ DEVICE float activation_slope(int activation, float z) {
       const float inner = 0.79788456080286536f * (1.0f + 0.134145f * z * z);
       return 0.5f * (1.0f + t) + 0.5f * z * (1.0f - t * t) * inner;
     }
-    case RELU: return z > 0.0f ? 1.0f : 0.0f;
-    default: return 1.0f;
+    default: return z > 0.0f ? 1.0f : 0.0f;  // RELU
   }
 }

@@ -1,5 +1,5 @@
-// Forward of ops/low_rank.py: code = x left^T, y = act(code) right + bias, in one launch. The code is written once and
-// never read back. One block does 32 tokens: its warps share the input features, add their sums in shared memory, and
+// Forward of ops/low_rank_linear.py: code = x left^T, y = code right + bias, in one launch. The code is written once
+// and never read back. One block does 32 tokens: its warps share the input features, add their sums in shared memory, and
 // then share the output features.
 #include "low_rank_tiles.h"
 
@@ -9,7 +9,7 @@ struct Linear {
   const void *x, *left, *right, *bias;
   void *y, *code;
   int64_t num_tokens;
-  int in_features, out_features, rank, activation;
+  int in_features, out_features, rank;
 };
 
 template <int P, int RANK, bool ALIGNED>
@@ -22,7 +22,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, ALIGNED ? 2 : 1) linear_kernel(Linear a) {
   Element<P>* code = static_cast<Element<P>*>(a.code);
   finish_sums<P, RANK>(tile, token, a.num_tokens, a.rank, [&](int64_t t, int r, float sum) {
     from_float(code[t * a.rank + r], sum);
-    return a.activation == NO_ACTIVATION ? sum : activate(a.activation, rounded<P>(sum));
+    return sum;
   });
   __syncthreads();
   expand_all<P, RANK, ALIGNED>(tile, static_cast<const Element<P>*>(a.right), static_cast<const Element<P>*>(a.bias),
@@ -43,10 +43,10 @@ struct LaunchLinear {
 // x (T, I), left (R, I), right (R, O), bias (O) or null -> y (T, O), code (T, R).
 extern "C" int hf_comera_low_rank_linear(int precision, const void* x, const void* left, const void* right,
                                          const void* bias, void* y, void* code, int64_t num_tokens, int in_features,
-                                         int out_features, int rank, int activation, void* stream) {
-  if (const int status = check_sizes(precision, rank, activation, num_tokens, in_features, out_features)) return status;
+                                         int out_features, int rank, void* stream) {
+  if (const int status = check_sizes(precision, rank, num_tokens, in_features, out_features)) return status;
   if (num_tokens == 0) return OK;
-  const Linear arguments{x, left, right, bias, y, code, num_tokens, in_features, out_features, rank, activation};
+  const Linear arguments{x, left, right, bias, y, code, num_tokens, in_features, out_features, rank};
   const bool aligned = is_aligned(precision, in_features, out_features, {x, left, right, bias, y});
   return choose_kernel(precision, rank, aligned, LaunchLinear{arguments, stream});
 }

@@ -4,7 +4,6 @@
 #pragma once
 #include <initializer_list>
 
-#include "activations.h"
 #include "fragments.h"
 
 constexpr int TOKENS = 32;  // of a block
@@ -183,10 +182,9 @@ inline bool is_aligned(int precision, int a, int b, std::initializer_list<const 
   return aligned;
 }
 
-inline int check_sizes(int precision, int rank, int activation, int64_t num_tokens, int a, int b) {
+inline int check_sizes(int precision, int rank, int64_t num_tokens, int a, int b) {
   if (precision < BF16 || precision > FP32) return UNSUPPORTED_PRECISION;
   if (rank < 8 || rank > 128 || rank % 8) return UNSUPPORTED_RANK;
-  if (activation < NO_ACTIVATION || activation >= NUM_ACTIVATIONS) return UNSUPPORTED_ACTIVATION;
   if (num_tokens < 0 || num_tokens > int64_t{1} << 35 || a < 0 || b < 0) return BAD_SIZE;
   return OK;
 }

@@ -4,6 +4,7 @@
 // Shapes: T = tokens, H = hidden features, R1, R2 = ranks in front, S = rank behind; all but T are multiples of 8, and
 // every address is a multiple of 16. INPUTS is 2 where the second input gates the first.
 #pragma once
+#include "activations.h"
 #include "low_rank_tiles.h"
 
 struct WideInput {  // code (T, rank), right (rank, H), bias (H) or null
@@ -213,10 +214,10 @@ int choose_wide_kernel(int precision, const WideLayer& layer, const Run& run) {
 }
 
 inline int check_wide_layer(int precision, const WideLayer& layer) {
+  if (layer.activation < SILU || layer.activation > RELU) return UNSUPPORTED_ACTIVATION;
   for (const int rank : {layer.input[0].rank, layer.input[1].right ? layer.input[1].rank : 8, layer.rank_out}) {
     if (rank > MAX_WIDE_RANK) return UNSUPPORTED_RANK;
-    if (const int status = check_sizes(precision, rank, layer.activation, layer.num_tokens, layer.hidden_features, 0))
-      return status;
+    if (const int status = check_sizes(precision, rank, layer.num_tokens, layer.hidden_features, 0)) return status;
   }
   return layer.hidden_features % 8 ? BAD_SIZE : OK;
 }

@@ -92,7 +92,6 @@ def make_run(task: Task, case: dict[str, object]) -> Run:
         form=str(case["form"]),
         rank=str(case["rank"]),
         num_factors=3,
-        rank_activation="",
         update="adamw",
         lr=LEARNING_RATE,
         other_lr=LEARNING_RATE,

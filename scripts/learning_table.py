@@ -147,7 +147,7 @@ def find(rows: Sequence[Row], task: str, steps: str, model: Model) -> Variant:
     """The runs of one model on one task, of all machines, the newest of each rate and seed."""
     wanted = {
         "task": task, "steps": steps, "form": model.form, "rank": model.rank, "update": model.update,
-        "width": "256", "num_factors": "3" if model.rank else "", "rank_activation": "", "budget": STEPS,
+        "width": "256", "num_factors": "3" if model.rank else "", "budget": STEPS,
     }  # fmt: skip
     chosen = [row for row in rows if all(row[column] == value for column, value in wanted.items())]
     newest = {(float(row["lr"]), row["seed"]): row for row in sorted(chosen, key=lambda row: row["date"])}

@@ -20,7 +20,6 @@ class Run:
     rank: str
     """``"full"`` or a number; of a dense run that of the twin it is compared to, or empty."""
     num_factors: int | str
-    rank_activation: str
     update: str
     lr: float
     other_lr: float
@@ -33,7 +32,7 @@ class Run:
 
     def __str__(self) -> str:
         """For progress bars and messages."""
-        form = " ".join(filter(None, (self.form, self.rank, self.rank_activation)))
+        form = " ".join(filter(None, (self.form, self.rank)))
         budget = "" if self.budget == STEPS else f" ({self.budget})"
         return f"{self.task}: {form}{budget}, {self.update}, lr {self.lr:g}, width {self.width}, seed {self.seed}"
 
@@ -66,7 +65,6 @@ def _run(arguments: argparse.Namespace, values: tuple, *, data: str, steps: int)
         form=form,
         rank=rank if has_ranks else "",
         num_factors=arguments.num_factors if has_ranks else "",
-        rank_activation=(arguments.rank_activation or "") if has_ranks else "",
         update=update,
         lr=lr,
         other_lr=arguments.other_lr,

@@ -106,9 +106,6 @@ def _add_grid(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--num_factors", type=positive_integer, default=3, help="factors a side; default 3")
     group.add_argument(
-        "--rank_activation", choices=("silu", "gelu"), help="nonlinearity inside tt layers; default none"
-    )
-    group.add_argument(
         "--other_lr", type=positive_float, default=1e-3, help="AdamW's rate of what is not compressed; default 1e-3"
     )
 

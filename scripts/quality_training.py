@@ -102,7 +102,6 @@ def build_model(task: Task, run: Run, width: int) -> PreTrainedModel:
         target_modules=task.target_modules,
         rank=FULL_RANK if run.rank == "full" else int(run.rank),
         num_factors=int(run.num_factors),
-        rank_activation=run.rank_activation or None,
     )
     return get_comera_model(task.model_class, comera_config, config=config)
 

@@ -10,7 +10,7 @@ from quality_runs import RUN_COLUMNS, STEPS
 
 Row = dict[str, str]
 KEY = tuple(name for name in (*RUN_COLUMNS, *MACHINE_IDENTITY) if name not in ("lr", "seed"))
-ALWAYS_SAID = ("task", "form", "rank", "rank_activation", "update", "budget")
+ALWAYS_SAID = ("task", "form", "rank", "update", "budget")
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ def mean_and_spread(rows: Sequence[Row], column: str) -> tuple[float, float]:
 def _label(row: Row, varying: Sequence[str]) -> str:
     words = [row["form"]]
     if row["form"] == "tt":
-        words += [f"rank {row['rank']}", row["rank_activation"]]
+        words.append(f"rank {row['rank']}")
     elif row["rank"]:
-        words += [f"bytes of tt rank {row['rank']}", row["rank_activation"]]
+        words.append(f"bytes of tt rank {row['rank']}")
     words.append(row["update"])
     if row["form"] == "tt" and row["budget"] != STEPS:
         words.append(row["budget"])

@@ -3,13 +3,12 @@
 import copy
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_comera.compress.record import check_record
-from hf_comera.ops.rank_activation import check_rank_activation
+from hf_comera.compress.record import check_record, refuse_rank_activation
 
 __all__ = ["FORMAT_VERSION", "ComeraConfig"]
 
@@ -18,8 +17,9 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 3
 """Newest version of the checkpoint format; raised when older releases could not read all that may be written.
 
-1: the format of the first release. 2: layers may have a rank activation. 3: layers may have rank gates, or no rank at
-all. A checkpoint says the lowest version that has all it uses, so that older releases go on reading what they can.
+1: the format of the first release. 2: layers might have a rank activation, which is refused. 3: layers may have rank
+gates, or no rank at all. A checkpoint says the lowest version that has all it uses, so that older releases go on
+reading what they can.
 """
 
 
@@ -32,7 +32,7 @@ class ComeraConfig(QuantizationConfigMixin):
 
     Raises:
         ValueError: If a rank, a number of factors or a factor is not a positive integer, names or patterns have
-            another type, or ``rank_activation`` is unknown.
+            another type, or there is a ``rank_activation``, which earlier releases had.
     """
 
     target_modules: list[str] | str | None = None
@@ -58,10 +58,6 @@ class ComeraConfig(QuantizationConfigMixin):
     """Factors of particular layers: pattern to ``{"in_factors": [...], "out_factors": [...]}`` (of an embedding:
     vocabulary and hidden size). A product above the size is padding."""
 
-    rank_activation: str | None = None
-    """Nonlinearity between the two halves of every linear layer, ``"silu"`` or ``"gelu"``; for models built from
-    scratch, which then cannot be merged to dense. Source: CoLA, arXiv:2502.10940."""
-
     layers: dict[str, dict[str, Any]] | None = None
     """What was compressed: filled in by the library, read back at load time. Leave it None."""
 
@@ -71,9 +67,12 @@ class ComeraConfig(QuantizationConfigMixin):
     quant_method: str = "comera"  # type: ignore[assignment]  # an enum of built-in methods there
     """The name under which Transformers finds this method."""
 
-    def __post_init__(self) -> None:
+    rank_activation: InitVar[None] = None
+    """Removed, and refused by name; None, as earlier releases wrote it into every config, is taken and not kept."""
+
+    def __post_init__(self, rank_activation: object) -> None:
         """Check what can be checked without a model."""
-        check_rank_activation(self.rank_activation)
+        refuse_rank_activation(rank_activation)
         for name in ("rank", "num_factors", "embedding_num_factors"):
             _check_positive(name, getattr(self, name))
         for name in ("target_modules", "exclude_modules"):
@@ -102,10 +101,7 @@ class ComeraConfig(QuantizationConfigMixin):
     def format_version(self) -> int:
         """The lowest version of the checkpoint format that has all of these settings."""
         recorded = (self.layers or {}).values()
-        if any(entry.get("rank_gates") or 0 in entry.get("ranks", ()) for entry in recorded):
-            return 3
-        nonlinear = self.rank_activation is not None or any(entry.get("rank_activation") for entry in recorded)
-        return 2 if nonlinear else 1
+        return 3 if any(entry.get("rank_gates") or 0 in entry.get("ranks", ()) for entry in recorded) else 1
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -117,18 +113,19 @@ class ComeraConfig(QuantizationConfigMixin):
         """
         _check_format(config_dict.get("format_version", FORMAT_VERSION))
         known = {item.name for item in fields(cls)}
-        unknown = sorted(set(config_dict) - known - {"format_version"})
+        unknown = sorted(set(config_dict) - known - {"format_version", "rank_activation"})
         if unknown:
             logger.warning("Settings %s of the checkpoint are unknown to this release and have no effect.", unknown)
         try:
-            config = cls(**{name: value for name, value in config_dict.items() if name in known})
+            settings = {name: value for name, value in config_dict.items() if name in known}
+            config = cls(**settings, rank_activation=config_dict.get("rank_activation"))
             check_record(config.layers)
         except ValueError as error:
             raise ValueError(f"config.json, quantization_config: {error}") from error
         unused = {name: value for name, value in kwargs.items() if name not in known}
         for name in set(kwargs) & known:
             setattr(config, name, kwargs[name])
-        config.__post_init__()
+        config.__post_init__(kwargs.get("rank_activation"))
         return (config, unused) if return_unused_kwargs else config
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -130,7 +130,7 @@ def _families(model: nn.Module) -> list[tuple[tuple[str, ...], TensorTrainModule
             group = getattr(module, "joined", None)
             together = None if group is None else (group.enabled, group.num_members, group.num_code_heads)
             wired = (together, getattr(module, "is_wide", False), getattr(module, "transposed", False))
-            key = (type(module), *sizes, module.rank_activation, *wired)
+            key = (type(module), *sizes, *wired)
             families.setdefault(key, ([], module))[0].append(name)
     return [(tuple(names), module) for names, module in families.values()]
 

@@ -48,8 +48,6 @@ class FamilyCost:
     seconds: float | None = None
     """Predicted; None for embeddings, whose time is that of scattered reads."""
     dense_seconds: float | None = None
-    forbidden_path: str | None = None
-    """The path that would take less time if there were no rank activation."""
 
     @property
     def count(self) -> int:
@@ -83,7 +81,7 @@ def linear_cost(
     """One TT linear and the dense layer that it replaces, both without bias."""
     dense = Product("apply", "y", rows, layer.in_features, layer.out_features, dtype)
     dense_cost = total_cost((dense, *dense.gradients()) if training else (dense,))
-    best, path = (None, None) if layer.is_removed else _paths(layer, rows, training, machine, dtype)
+    path = None if layer.is_removed else _path(layer, rows, training, machine, dtype)
     cost = Cost() if path is None else path.cost()
     return FamilyCost(
         layers=names,
@@ -101,7 +99,6 @@ def linear_cost(
         dense_bytes=dense_cost.bytes,
         seconds=None if path is None else path.seconds,
         dense_seconds=None if path is None else predicted_seconds(dense, machine, training),
-        forbidden_path=best.label if layer.rank_activation and best is not path and best else None,
     )
 
 
@@ -124,16 +121,14 @@ def _unwritten(layer: TTLinear, rows: int, dtype: torch.dtype) -> str:
     return "hidden in chunks" if on_cpu else ""
 
 
-def _paths(
-    layer: TTLinear, rows: int, training: bool, machine: Machine, dtype: torch.dtype
-) -> tuple[ContractionPath, ContractionPath]:
-    """The path with the least predicted time, and the one that the layer takes.
+def _path(layer: TTLinear, rows: int, training: bool, machine: Machine, dtype: torch.dtype) -> ContractionPath:
+    """The path that the layer takes.
 
     A training step is charged with its share of what builds the halves.
     """
     taken = layer.path(rows, dtype, training=training)
     paths = candidate_paths(taken.problem._replace(machine=machine, halves_cached=not training))
-    return paths[0], next(path for path in paths if path.label == taken.label)
+    return next(path for path in paths if path.label == taken.label)
 
 
 def embedding_cost(names: tuple[str, ...], layer: TTMEmbedding, ids: int, training: bool) -> FamilyCost:

@@ -41,18 +41,8 @@ class LayerPlan:
     ranks: tuple[int, ...]
     error: float | None = None
     """Relative Frobenius error of the decomposition; None where nothing was decomposed."""
-    rank_activation: str | None = None
-    """Nonlinearity between the two halves of a TT linear."""
     rank_gates: bool = False
     """Whether there are gates on the bonds, as while ranks are trained."""
-
-    def __post_init__(self) -> None:
-        """Only a TT linear is contracted to two halves with a code between them."""
-        if self.rank_activation is not None and self.kind != "tt_linear":
-            raise ValueError(
-                f"rank_activation={self.rank_activation!r} of {self.name!r} is for kind 'tt_linear', but its kind is "
-                f"{self.kind!r}. Use rank_activation=None for it."
-            )
 
     @property
     def dense_parameters(self) -> int:
@@ -74,8 +64,6 @@ class LayerPlan:
             "out_factors": list(self.out_factors),
             "ranks": list(self.ranks),
         }
-        if self.rank_activation is not None:
-            entry["rank_activation"] = self.rank_activation
         if self.rank_gates:
             entry["rank_gates"] = True
         return entry if self.error is None else {**entry, "error": round(self.error, 6)}
@@ -199,7 +187,6 @@ def _plan_layer(name: str, module: nn.Module, config: ComeraConfig) -> LayerPlan
         in_factors=in_factors,
         out_factors=out_factors,
         ranks=useful_ranks(sizes, config.rank if rank is None else rank),
-        rank_activation=None if embedding else config.rank_activation,
     )
 
 
@@ -232,8 +219,7 @@ def _recorded_layer(name: str, module: nn.Module, entry: dict[str, Any]) -> Laye
     for side, size in (("in_factors", in_size), ("out_factors", out_size)):
         check_factors(f"config.json, layers[{name!r}]: {side}", tuple(entry[side]), size)
     values: dict[str, Any] = {key: tuple(entry[key]) for key in ("in_factors", "out_factors", "ranks")}
-    values |= {key: entry.get(key) for key in ("error", "rank_activation")}
-    values["rank_gates"] = entry.get("rank_gates", False)
+    values |= {"error": entry.get("error"), "rank_gates": entry.get("rank_gates", False)}
     return LayerPlan(name=name, kind=kind, in_size=in_size, out_size=out_size, **values)
 
 
@@ -310,8 +296,7 @@ def _row(layer: LayerPlan, with_errors: bool) -> list[str]:
     factors = f"{_times(layer.in_factors)} -> {_times(layer.out_factors)}"
     error = [] if not with_errors else ["" if layer.error is None else f"{layer.error:.4f}"]
     counts = _counts(layer.dense_parameters, layer.parameters)
-    kind = layer.kind if layer.rank_activation is None else f"{layer.kind} ({layer.rank_activation})"
-    return [layer.name, kind, factors, " ".join(map(str, layer.ranks)), *counts, *error]
+    return [layer.name, layer.kind, factors, " ".join(map(str, layer.ranks)), *counts, *error]
 
 
 def _times(factors: tuple[int, ...]) -> str:

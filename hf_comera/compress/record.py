@@ -5,9 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hf_comera.ops.rank_activation import check_rank_activation
-
-__all__ = ["KINDS", "check_record", "record_digest"]
+__all__ = ["KINDS", "check_record", "record_digest", "refuse_rank_activation"]
 
 KINDS = ("tt_linear", "ttm_embedding")
 """What a layer may have become."""
@@ -31,9 +29,25 @@ def check_record(layers: Any) -> None:
             f"layers is a {type(layers).__name__}, but is needed as a dictionary of layer names and entries. {REMEDY}."
         )
     for name, entry in layers.items():
+        if isinstance(entry, Mapping):
+            refuse_rank_activation(entry.get("rank_activation"), f"layers[{name!r}]: ")
         problem = _problem(entry)
         if problem is not None:
             raise ValueError(f"layers[{name!r}]: {problem}. {REMEDY}.")
+
+
+def refuse_rank_activation(value: Any, place: str = "") -> None:
+    """Refuse a nonlinearity between the halves, which earlier releases had; None is how they wrote that there is none.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    if value is not None:
+        raise ValueError(
+            f"{place}rank_activation={_shown(value)} was removed: models with a nonlinearity between the halves of "
+            "their layers learned no better, and had no dense weights. Leave it out; a checkpoint of a model that was "
+            "trained with it loads with the release of hf_comera that saved it."
+        )
 
 
 def record_digest(layers: Mapping[str, Mapping[str, Any]]) -> str:
@@ -42,7 +56,7 @@ def record_digest(layers: Mapping[str, Mapping[str, Any]]) -> str:
     >>> entry = {"kind": "tt_linear", "in_factors": [2, 3], "out_factors": [2, 2], "ranks": [2, 4, 2]}
     >>> record_digest({"fc": entry}) == record_digest({"fc": {**entry, "ranks": [2, 3, 2], "error": 0.5}})
     True
-    >>> record_digest({"fc": entry}) == record_digest({"fc": {**entry, "rank_activation": "silu"}})
+    >>> record_digest({"fc": entry}) == record_digest({"fc": {**entry, "in_factors": [3, 2]}})
     False
     """
     facts = {
@@ -86,12 +100,6 @@ def _wrong_detail(entry: Mapping[str, Any]) -> str | None:
         return f"error={_shown(error)} is needed as a number of at least 0"
     if not isinstance(gates, bool):
         return f"rank_gates={_shown(gates)} is needed as true or false"
-    try:
-        check_rank_activation(entry.get("rank_activation"))
-    except ValueError as problem:
-        return str(problem).rstrip(".")
-    if entry.get("rank_activation") is not None and entry["kind"] != "tt_linear":
-        return f"rank_activation={entry['rank_activation']!r} is for kind 'tt_linear'"
     return None
 
 

@@ -88,10 +88,6 @@ def _about_the_model(model: nn.Module, rows: Sequence[FamilyCost]) -> Iterator[s
             f"The dense matrix, built from the train, is the soonest way: {'; '.join(map(_named, dense))}. At these "
             "ranks a train saves parameters, not time; lower the rank for speed."
         )
-    forbidden = [row for row in rows if row.forbidden_path is not None]
-    if forbidden:
-        paths = "; ".join(f"{row.label} ({row.forbidden_path})" for row in forbidden)
-        yield f"A path that would be faster is forbidden by the rank activation, which needs the code: {paths}."
     heads = [name for name, module in model.named_modules() if isinstance(module, TiedHead)]
     if heads:
         yield f"Not in the table: {', '.join(heads)}, which multiplies with the table of the embedding."

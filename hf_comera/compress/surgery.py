@@ -9,14 +9,12 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.plan import CompressionPlan, LayerPlan
 from hf_comera.modules import TensorTrainModule, TiedEmbedding, TiedHead, TTLinear, TTMEmbedding
 from hf_comera.tt.decomposition import relative_error
 
 __all__ = [
     "build_layer",
-    "check_decomposable",
     "decompose_layer",
     "decompose_model",
     "link_tied",
@@ -39,25 +37,11 @@ def build_layer(layer: LayerPlan, dense: Any, device: torch.device | str | None 
         new: TensorTrainModule = TTMEmbedding(layer.in_size, layer.out_size, padding_idx=dense.padding_idx, **settings)
     else:
         bias = getattr(dense, "bias", None)
-        settings |= {"transposed": isinstance(dense, Conv1D), "rank_activation": layer.rank_activation}
+        settings["transposed"] = isinstance(dense, Conv1D)
         new = TTLinear(layer.in_size, layer.out_size, bias=bias is not None, **settings)
     if layer.rank_gates:
         new.add_rank_gates()
     return new.train(dense.training)
-
-
-def check_decomposable(config: ComeraConfig) -> None:
-    """Refuse settings that trained dense weights cannot take on.
-
-    Raises:
-        ValueError: If ``config`` has a rank activation.
-    """
-    if config.rank_activation is not None:
-        raise ValueError(
-            f"rank_activation={config.rank_activation!r} puts a nonlinearity into every linear layer, but the dense "
-            "weights of this model were trained without it. Decompose them with rank_activation=None, or build a new "
-            "model from its class: get_comera_model(AutoModelForMaskedLM, comera_config, config=...)."
-        )
 
 
 def decompose_layer(layer: LayerPlan, dense: Any, weight: Tensor) -> tuple[TensorTrainModule, float]:
@@ -155,19 +139,8 @@ def _without_ties(part: PreTrainedModel, prefix: str, tied_keys: set[str]) -> di
 
 
 def merge_model(model: PreTrainedModel) -> None:
-    """Turn every tensor-train layer back into the dense layer that it stands for, ties included.
-
-    Raises:
-        ValueError: If a layer has a rank activation; the model is then left as it was.
-    """
+    """Turn every tensor-train layer back into the dense layer that it stands for, ties included."""
     trains = {name: m for name, m in model.named_modules() if isinstance(m, TensorTrainModule)}
-    nonlinear = [name for name, module in trains.items() if module.rank_activation is not None]
-    if nonlinear:
-        raise ValueError(
-            f"merge_and_unload: {len(nonlinear)} layers have a nonlinearity between their halves, the first of them "
-            f"{nonlinear[0]!r} with rank_activation={trains[nonlinear[0]].rank_activation!r}; no dense layer computes "
-            "the same. Use the model as it is, or build and train one with rank_activation=None."
-        )
     tied = {name: m for name, m in model.named_modules() if isinstance(m, TiedHead | TiedEmbedding)}
     dense: dict[str, Any] = {name: _dense_layer(module) for name, module in trains.items()}
     by_source = {id(module): dense[name] for name, module in trains.items()}

@@ -14,7 +14,7 @@ from hf_comera.compress.coverage import warn_if_mostly_dense
 from hf_comera.compress.initial_std import initial_stds
 from hf_comera.compress.matching import COMPRESSIBLE_TYPES
 from hf_comera.compress.plan import CompressionPlan, plan
-from hf_comera.compress.surgery import check_decomposable, decompose_model, replace_layers
+from hf_comera.compress.surgery import decompose_model, replace_layers
 from hf_comera.hub.model import attach
 from hf_comera.modules import TensorTrainModule, TiedHead
 from hf_comera.modules.lazy_weight import edits_left_out
@@ -46,8 +46,8 @@ def get_comera_model(
     Where less than half of the parameters is in compressed layers, a warning names the largest parts that are not.
 
     Raises:
-        ValueError: If ``config`` is missing or superfluous, a setting does not fit, the model is already compressed,
-            or a live model is asked to take on a rank activation. A live model is then left as it was.
+        ValueError: If ``config`` is missing or superfluous, a setting does not fit, or the model is already
+            compressed. A live model is then left as it was.
 
     Source:
         CoMERA, arXiv:2405.14377 (training in tensor-train form from the first step).
@@ -96,7 +96,6 @@ def _compress(model: nn.Module, comera_config: ComeraConfig) -> PreTrainedModel:
             f"{type(model).__name__} is not a Transformers PreTrainedModel. Compress the model inside it, or use the "
             "layers of hf_comera.modules directly."
         )
-    check_decomposable(comera_config)
     errors = decompose_model(model, plan(model, comera_config))
     warn_if_mostly_dense(model)
     return attach(model, comera_config, errors)

@@ -217,10 +217,8 @@ def _measured_fields(model: PreTrainedModel) -> dict[str, Any]:
         | {field: ", ".join(map(str, getattr(layer, field))) for field in ("in_factors", "out_factors", "ranks")}
         for layer in layers
     ]
-    activations = sorted({layer.rank_activation for layer in layers if layer.rank_activation})
     return {
         "layer_summary": " and ".join(counts),
-        "rank_activation": " or ".join(f"`{name}`" for name in activations),
         "layers": rows,
         "sizes": _size_rows(size_report(model)),
     }

@@ -110,11 +110,7 @@ class ComeraModel:
         set_head_and_loss(self, enabled)
 
     def merge_and_unload(self) -> PreTrainedModel:
-        """Turn this model into an ordinary dense one, in place, and return it; it then saves as any other model.
-
-        Raises:
-            ValueError: If a layer has a rank activation: no dense layer computes the same.
-        """
+        """Turn this model into an ordinary dense one, in place, and return it; it then saves as any other model."""
         return merge_and_unload(self)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -122,9 +118,6 @@ class ComeraModel:
 
         Args:
             dtype: What the dense model is cast to; default is the dtype that the model has.
-
-        Raises:
-            ValueError: If a layer has a rank activation: no dense layer computes the same.
         """
         model = merge_and_unload(self)
         return model if dtype is None else model.to(dtype)
@@ -144,17 +137,11 @@ class ComeraModel:
     def _how_to_resize(self, embedding: TTMEmbedding, new_size: int) -> str:
         (name,) = (name for name, module in self.named_modules() if module is embedding)
         dense = f"ComeraConfig(exclude_modules=[{name.rpartition('.')[2]!r}], ...)"
-        mergeable = all(module.rank_activation is None for module in _trains(self).values())
         return (
             f"resize_token_embeddings({new_size}): the embedding {name!r} is compressed with "
-            f"{embedding.num_embeddings} rows. "
-            + (
-                f"Call model.merge_and_unload(), resize, and compress again with get_comera_model(model, {dense}), "
-                "which leaves the embedding dense, so that it keeps its values and can grow."
-                if mergeable
-                else f"With a rank activation it cannot be merged: build a new model with vocab_size={new_size}, or "
-                f"with {dense}, whose embedding stays dense and can grow."
-            )
+            f"{embedding.num_embeddings} rows. Call model.merge_and_unload(), resize, and compress again with "
+            f"get_comera_model(model, {dense}), which leaves the embedding dense, so that it keeps its values and "
+            "can grow."
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -208,7 +195,7 @@ def merge_and_unload(model: PreTrainedModel) -> PreTrainedModel:
     """Turn a compressed model into an ordinary dense one, in place, and return it.
 
     Raises:
-        ValueError: If ``model`` is not compressed, or a layer has a rank activation; it is then left as it was.
+        ValueError: If ``model`` is not compressed.
     """
     if not is_comera_model(model):
         raise ValueError(f"{type(model).__name__} is not a compressed model: there is nothing to merge.")
@@ -309,7 +296,6 @@ def _layer_plan(name: str, module: TensorTrainModule, recorded: dict[str, Any]) 
         out_factors=module.out_factors,
         ranks=module.ranks,
         error=recorded.get("error"),
-        rank_activation=module.rank_activation,
         rank_gates=bool(module.rank_gates()),
     )
 

@@ -5,6 +5,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_comera.compress.config import ComeraConfig
+from hf_comera.compress.record import check_record
 from hf_comera.modules import TensorTrainModule
 
 __all__ = ["adopt_parts", "compressed_parts"]
@@ -24,10 +25,14 @@ def adopt_parts(model: PreTrainedModel, config: ComeraConfig) -> None:
 
     A model put together of compressed ones (``EncoderDecoderModel``) is saved without a record of its own, and
     Transformers hands on that of its decoder.
+
+    Raises:
+        ValueError: If an entry of those records cannot be.
     """
     names = {name for name, _ in model.named_modules()}
     if names.isdisjoint(config.layers or ()):
         config.layers = _layers_of_parts(model) or config.layers
+        check_record(config.layers)  # configs of parts were not read through ComeraConfig.from_dict
 
 
 def _layers_of_parts(model: PreTrainedModel) -> dict[str, dict[str, Any]]:

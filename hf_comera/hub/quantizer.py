@@ -27,7 +27,7 @@ from transformers.quantizers.base import HfQuantizer
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.coverage import warn_if_mostly_dense
 from hf_comera.compress.plan import CompressionPlan, plan
-from hf_comera.compress.surgery import check_decomposable, decompose_layer, link_tied, replace_layers, untie
+from hf_comera.compress.surgery import decompose_layer, link_tied, replace_layers, untie
 from hf_comera.hub.checkpoint import check_checkpoint, is_dense_checkpoint
 from hf_comera.hub.model import attach, guard_keys
 from hf_comera.hub.parts import adopt_parts
@@ -72,8 +72,6 @@ class ComeraQuantizer(HfQuantizer):
             self.is_dense = is_dense_checkpoint(checkpoint_files or ())
             if not self.is_dense and checkpoint_files:  # there are none where a state was handed over
                 check_checkpoint(checkpoint_files, self.quantization_config)
-        else:
-            check_decomposable(self.quantization_config)
         self.plan = plan(model, self.quantization_config)
         for part in _parts(model):
             part.__dict__["_initialize_weights"] = types.MethodType(_initialize_weights(self, model), part)

@@ -27,8 +27,6 @@ class TensorTrainModule(nn.Module):
     num_cores: int
     in_factors: tuple[int, ...]
     out_factors: tuple[int, ...]
-    rank_activation: str | None = None
-    """Nonlinearity between the halves of the train; with one, no dense weight computes what the layer does."""
 
     def _register_cores(
         self, shapes: Sequence[tuple[int, ...]], device: torch.device | str | None, dtype: torch.dtype | None
@@ -94,14 +92,8 @@ class TensorTrainModule(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, lazily: nothing is built until somebody computes with it.
-
-        With a rank activation there is none: questions about it are answered, computing with it raises, and in
-        compiled code gives NaN.
-        """
+        """The dense weight, lazily: nothing is built until somebody computes with it."""
         if torch.compiler.is_compiling():  # the stand-in cannot be traced; an unused dense matrix is dead code there
-            if self.rank_activation is not None:
-                return self.cores()[0].new_full((), torch.nan).expand(self.weight_shape())
             return self.dense()
         return lazy_weight(self)
 

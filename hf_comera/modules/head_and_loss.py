@@ -308,9 +308,8 @@ def _is_plain(head: nn.Module) -> bool:
 
 
 def _is_projection(module: nn.Module) -> bool:
-    if isinstance(module, TTLinear):
-        return module.rank_activation is None
-    return type(module) in (nn.Linear, TiedHead) and "forward" not in module.__dict__
+    is_dense_or_tied = type(module) in (nn.Linear, TiedHead) and "forward" not in module.__dict__
+    return isinstance(module, TTLinear) or is_dense_or_tied
 
 
 def _table(projection: nn.Module) -> Tensor:

@@ -12,7 +12,6 @@ from hf_comera.modules.stamp import can_keep
 from hf_comera.ops.halves import RANK_MULTIPLE, layer_halves, padded_rank
 from hf_comera.ops.path_linear import dense_linear
 from hf_comera.ops.precision import autocast_dtype, chain_dtype, without_autocast
-from hf_comera.ops.rank_activation import check_rank_activation, shrinkage
 from hf_comera.ops.tiled_mlp import HiddenInput
 from hf_comera.ops.tt_linear import bias_as_rank, from_code, to_code
 from hf_comera.tt.cores import contract_left, contract_right, core_shapes, draw_cores
@@ -25,9 +24,6 @@ __all__ = ["TTLinear"]
 class TTLinear(TensorTrainModule):
     """``y = x W + bias``, where W is stored as tensor-train cores and never formed.
 
-    With ``rank_activation``, ``y = act(x left) right + bias``, where ``left`` and ``right`` are the halves that the
-    input cores and the output cores contract to. Such a layer has no dense weight.
-
     Args:
         in_features: Size of the last axis of ``x``.
         out_features: Size of the last axis of ``y``.
@@ -37,7 +33,6 @@ class TTLinear(TensorTrainModule):
             that rank pruning has removed.
         bias: Whether there is a bias.
         transposed: Whether ``weight`` is laid out ``(in, out)``, as in ``transformers.pytorch_utils.Conv1D``.
-        rank_activation: ``"silu"``, ``"gelu"`` (exact) or None: the nonlinearity between the halves.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
@@ -45,10 +40,10 @@ class TTLinear(TensorTrainModule):
         ``(..., in_features) -> (..., out_features)``; core k is ``(r_{k-1}, n_k, r_k)``, ``r_0 = r_{2d} = 1``.
 
     Raises:
-        ValueError: If factors do not cover their sizes, a rank is not positive, or ``rank_activation`` is unknown.
+        ValueError: If factors do not cover their sizes, or a rank is not positive.
 
     Source:
-        CoMERA, arXiv:2405.14377, TT linear layers (input factors first); rank activation: CoLA, arXiv:2502.10940.
+        CoMERA, arXiv:2405.14377, TT linear layers (input factors first).
     """
 
     bias: Tensor | None
@@ -63,13 +58,10 @@ class TTLinear(TensorTrainModule):
         ranks: int | Sequence[int] = 30,
         bias: bool = True,
         transposed: bool = False,
-        rank_activation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_rank_activation(rank_activation)
-        self.rank_activation = rank_activation
         self.in_features, self.out_features, self.transposed = in_features, out_features, transposed
         # the largest factors go to the ends of the train, where one neighbouring rank is 1 and entries are cheap
         self.in_factors = tuple(in_factors or factorize(in_features, 3)[::-1])
@@ -93,19 +85,10 @@ class TTLinear(TensorTrainModule):
 
     @torch.no_grad()
     def draw(self, std: float) -> None:
-        """Draw new cores; every entry of the implied matrix has deviation ``std``.
-
-        A rank activation shrinks the code; the right half makes up for it, for inputs of deviation one.
-        """
+        """Draw new cores; every entry of the implied matrix has deviation ``std``."""
         draw_cores(self.cores(), std, len(self.in_factors))
         for gate in self.rank_gates():
             gate.fill_(1)
-        if self.rank_activation is not None and not (self.core_0.is_meta or self.is_removed):
-            in_cores, out_cores = self.cores()[: len(self.in_factors)], self.cores()[len(self.in_factors) :]
-            code_deviation = contract_left(in_cores)[-1].square().sum(0).mean().sqrt().item()
-            gain = 1 / shrinkage(self.rank_activation, code_deviation)
-            for core in out_cores:
-                core.mul_(gain ** (1 / len(out_cores)))
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in_features) -> (..., out_features)``."""
@@ -185,16 +168,7 @@ class TTLinear(TensorTrainModule):
         return [*self.in_factors, *self.out_factors]
 
     def dense(self) -> Tensor:
-        """The implied weight, in the shape of :meth:`weight_shape`; ``nn.Linear`` with it computes the same.
-
-        Raises:
-            ValueError: If there is a rank activation, with which no weight is implied.
-        """
-        if self.rank_activation is not None:
-            raise ValueError(
-                f"This TTLinear has rank_activation={self.rank_activation!r} between its halves, so no dense weight "
-                "computes the same. Call the layer itself, or use rank_activation=None, with which there is one."
-            )
+        """The implied weight, in the shape of :meth:`weight_shape`; ``nn.Linear`` with it computes the same."""
         if self.is_removed:
             return self.core_0.new_zeros(self.weight_shape())
         cores = [core.to(chain_dtype(core)) for core in self.gated_cores()]
@@ -208,13 +182,8 @@ class TTLinear(TensorTrainModule):
         """Replace the cores by the TT-SVD of ``weight`` (laid out as :meth:`weight_shape`), at this layer's ranks.
 
         Raises:
-            ValueError: If ``weight`` has another shape, there is a rank activation, or the layer was removed.
+            ValueError: If ``weight`` has another shape, or the layer was removed.
         """
-        if self.rank_activation is not None:
-            raise ValueError(
-                f"This TTLinear has rank_activation={self.rank_activation!r} between its halves, which a dense "
-                "weight does not have: its decomposition would compute something else. Use rank_activation=None."
-            )
         if tuple(weight.shape) != self.weight_shape():
             raise ValueError(f"weight has shape {tuple(weight.shape)}, but this layer needs {self.weight_shape()}.")
         self._check_ranks_left()
@@ -225,8 +194,7 @@ class TTLinear(TensorTrainModule):
 
     def extra_repr(self) -> str:
         """Sizes, factors and ranks, for ``print(model)``."""
-        activation = "" if self.rank_activation is None else f", rank_activation={self.rank_activation!r}"
         return (
             f"{self.in_features}, {self.out_features}, in_factors={self.in_factors}, out_factors={self.out_factors}, "
-            f"ranks={self.ranks}, bias={self.bias is not None}{activation}"
+            f"ranks={self.ranks}, bias={self.bias is not None}"
         )

@@ -49,9 +49,9 @@ SIGNATURES = {
     "hf_comera_ttm_rows": "i pppp lliiiiiip",
     "hf_comera_ttm_grad_rows": "i pppp lliip",
     "hf_comera_ttm_table_gradient": "i i ppppppp llliiiip",
-    "hf_comera_low_rank_linear": "i ipppppp liiiip",
+    "hf_comera_low_rank_linear": "i ipppppp liiip",
     "hf_comera_low_rank_linear_chunks": "l ilii",
-    "hf_comera_low_rank_linear_backward": "i ippppppppppppp liiiip",
+    "hf_comera_low_rank_linear_backward": "i ipppppppppppp liiip",
 }
 TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p,

@@ -13,11 +13,9 @@ from torch import Tensor
 from hf_comera.ops.float32_products import uses_tf32
 from hf_comera.ops.kernel_calls import current_stream, on_device, pointers
 from hf_comera.ops.kernels import check_status, kernel_library, kernels_refusal
-from hf_comera.ops.rank_activation import check_rank_activation
 
 __all__ = ["kernel_precision", "low_rank_linear", "low_rank_linear_backward", "low_rank_linear_refusal"]
 
-ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2}  # the numbers of kernels/activations.h
 MAX_RANK = 128
 
 
@@ -43,26 +41,24 @@ def low_rank_linear_refusal(x: Tensor, left: Tensor, right: Tensor) -> str | Non
     return kernels_refusal(x.device) if x.device.type == "cuda" else None
 
 
-def low_rank_linear(
-    x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, rank_activation: str | None = None
-) -> tuple[Tensor, Tensor]:
-    """``code = x left^T`` and ``y = act(code) right + bias`` in one launch.
+def low_rank_linear(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``code = x left^T`` and ``y = code right + bias`` in one launch.
 
     Shape:
-        x ``(..., I)``, left ``(R, I)``, right ``(R, O)``, bias ``(O,)``: y ``(..., O)``, code ``(..., R)``, before
-        the activation; both in the dtype of ``x``.
+        x ``(..., I)``, left ``(R, I)``, right ``(R, O)``, bias ``(O,)``: y ``(..., O)``, code ``(..., R)``, both
+        in the dtype of ``x``.
 
     Raises:
         ValueError: If the kernels cannot take the tensors; ``low_rank_linear_refusal`` says so beforehand.
     """
-    _check(x, left, right, rank_activation)
+    _check(x, left, right)
     x, left, right = x.contiguous(), left.contiguous(), right.contiguous()
     bias = None if bias is None else bias.to(x.dtype).contiguous()
     (rank, in_features), out_features = left.shape, right.shape[1]
     y = x.new_empty(*x.shape[:-1], out_features)
     code = x.new_empty(*x.shape[:-1], rank)
     tensors = pointers(x, left, right, bias, y, code)
-    sizes = (x.shape[:-1].numel(), in_features, out_features, rank, ACTIVATIONS[rank_activation])
+    sizes = (x.shape[:-1].numel(), in_features, out_features, rank)
     library = kernel_library(x.device)
     with on_device(x.device):
         status = library.hf_comera_low_rank_linear(kernel_precision(x), *tensors, *sizes, current_stream(x.device))
@@ -78,7 +74,6 @@ def low_rank_linear_backward(
     left: Tensor,
     right: Tensor,
     *,
-    rank_activation: str | None = None,
     needs_dx: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
     """Gradients of ``low_rank_linear``; the same bits each time.
@@ -90,7 +85,7 @@ def low_rank_linear_backward(
     Raises:
         ValueError: If the kernels cannot take the tensors.
     """
-    _check(x, left, right, rank_activation)
+    _check(x, left, right)
     grad_y, x, code = grad_y.to(x.dtype).contiguous(), x.contiguous(), code.contiguous()
     grad_code = None if grad_code is None else grad_code.to(x.dtype).contiguous()
     left, right = left.contiguous(), right.contiguous()
@@ -99,20 +94,19 @@ def low_rank_linear_backward(
     library, precision = kernel_library(x.device), kernel_precision(x)
     dx = torch.empty_like(x) if needs_dx else None
     grads = [x.new_empty(shape, dtype=torch.float32) for shape in (left.shape, right.shape, (out_features,))]
-    dcode, hidden = torch.empty_like(code), None if rank_activation is None else torch.empty_like(code)
+    dcode = torch.empty_like(code)
     num_chunks = library.hf_comera_low_rank_linear_chunks(precision, *sizes)
     partials = x.new_empty(num_chunks, sum(grad.numel() for grad in grads), dtype=torch.float32)
-    tensors = pointers(grad_y, grad_code, x, code, left, right, dx, *grads, dcode, hidden, partials)
+    tensors = pointers(grad_y, grad_code, x, code, left, right, dx, *grads, dcode, partials)
     with on_device(x.device):
         status = library.hf_comera_low_rank_linear_backward(
-            precision, *tensors, *sizes, rank, ACTIVATIONS[rank_activation], current_stream(x.device)
+            precision, *tensors, *sizes, rank, current_stream(x.device)
         )
     check_status(library, status, "low_rank_linear_backward")
     return dx, grads[0], grads[1], grads[2]
 
 
-def _check(x: Tensor, left: Tensor, right: Tensor, rank_activation: str | None) -> None:
-    check_rank_activation(rank_activation)
+def _check(x: Tensor, left: Tensor, right: Tensor) -> None:
     if reason := low_rank_linear_refusal(x, left, right):
         raise ValueError(f"low_rank_linear has no kernel for this: {reason}.")
 

@@ -1,8 +1,7 @@
 """``y = x W + bias`` along any contraction path: what a layer runs where the two-sided operator is not the soonest.
 
 Plain torch, differentiated by autograd. Saved for backward are the input, the parts of the path and, off the dense
-path, the code, which for a cut beside the middle bond is several times wider than a rank. Rank activations act on the
-code of the two-sided path, so layers that have one belong to ``tt_linear``.
+path, the code, which for a cut beside the middle bond is several times wider than a rank.
 """
 
 # Shapes here: I = in features, O = out features, R = middle rank.

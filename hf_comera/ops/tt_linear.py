@@ -1,8 +1,7 @@
 """``y = x W + bias`` with W held as tensor-train cores and never formed: through the rank space, in two thin products.
 
-``W = left.T @ right``; ``code = x @ left.T`` has one number per rank and token, and ``y = code @ right``. With a rank
-activation, ``y = act(code) @ right``, which no single matrix computes. Saved for backward are x and the code (with an
-activation also what it gives); all else is of the size of the cores.
+``W = left.T @ right``; ``code = x @ left.T`` has one number per rank and token, and ``y = code @ right``. Saved for
+backward are x and the code; all else is of the size of the cores.
 
 Source: CoMERA, arXiv:2405.14377, section on contraction paths: two-sided contraction.
 """
@@ -15,9 +14,8 @@ from torch.nn.functional import linear, pad
 
 from hf_comera.ops.halves import RANK_MULTIPLE, layer_halves
 from hf_comera.ops.precision import autocast_input, without_autocast
-from hf_comera.ops.rank_activation import RANK_ACTIVATIONS, check_rank_activation
 
-__all__ = ["activate", "bias_as_rank", "from_code", "to_code", "tt_linear"]
+__all__ = ["bias_as_rank", "from_code", "to_code", "tt_linear"]
 
 # Entries of an output from which on a pass over it takes longer than the few small operations that spare one.
 WORTH_A_RANK = 1 << 17
@@ -29,9 +27,8 @@ def tt_linear(
     num_in: int,
     bias: Tensor | None = None,
     out_features: int | None = None,
-    rank_activation: str | None = None,
 ) -> Tensor:
-    """``x @ W + bias`` for ``W = left.T @ right`` in tensor-train form, or ``act(x @ left.T) @ right + bias``.
+    """``x @ W + bias`` for ``W = left.T @ right`` in tensor-train form.
 
     Args:
         x: Input. Under autocast it is cast first, as ``torch.nn.functional.linear`` does.
@@ -39,7 +36,6 @@ def tt_linear(
         num_in: How many cores carry input factors; at least 1, and fewer than ``len(cores)``.
         bias: ``(out_features,)`` or None.
         out_features: Output size where the output factors are padded; default is their product.
-        rank_activation: ``"silu"``, ``"gelu"`` (exact) or None: the nonlinearity between the halves.
 
     Shape:
         ``(..., in_features) -> (..., out_features)``.
@@ -48,12 +44,11 @@ def tt_linear(
         ``y`` in the dtype of ``x`` (of autocast, where it is on).
 
     Raises:
-        ValueError: If the input factors cannot cover the last axis of ``x``, or ``rank_activation`` is unknown.
+        ValueError: If the input factors cannot cover the last axis of ``x``.
 
     Source:
-        CoMERA, arXiv:2405.14377; rank activation: CoLA, arXiv:2502.10940.
+        CoMERA, arXiv:2405.14377.
     """
-    check_rank_activation(rank_activation)
     covered, all_columns = 1, 1
     for core in cores[:num_in]:
         covered *= core.shape[1]
@@ -67,7 +62,7 @@ def tt_linear(
     x = autocast_input(x)
     with without_autocast(x):
         left, right = layer_halves(cores, num_in, x.shape[-1], all_columns if out_features is None else out_features)
-    return from_code(activate(to_code(x, left), rank_activation), right, bias)
+    return from_code(to_code(x, left), right, bias)
 
 
 def to_code(x: Tensor, left: Tensor) -> Tensor:
@@ -79,11 +74,6 @@ def to_code(x: Tensor, left: Tensor) -> Tensor:
     x = autocast_input(x)
     with without_autocast(x):
         return linear(x, left.to(x.dtype))
-
-
-def activate(code: Tensor, rank_activation: str | None) -> Tensor:
-    """The code after the rank activation, or as it is where there is none."""
-    return code if rank_activation is None else RANK_ACTIVATIONS[rank_activation](code)
 
 
 def from_code(code: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -110,7 +100,7 @@ def bias_as_rank(
     pass over all of the output in front of it, and its gradient another pass in backward. Padding is there anyway.
 
     Args:
-        code: From :func:`activate`.
+        code: From :func:`to_code`.
         right: Half behind it; its rows from ``rank`` on are zeros, as are the columns of the code.
         bias: ``(out_features,)`` or None.
         rank: Middle rank of the layer without padding.

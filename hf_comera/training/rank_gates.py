@@ -29,15 +29,9 @@ def add_rank_gates(model: nn.Module) -> None:
     Make the optimizer after this. Layers with a frozen core stay without.
 
     Raises:
-        ValueError: If the model has no layer in tensor-train form with ranks to train, or has rank activations.
+        ValueError: If the model has no layer in tensor-train form with ranks to train.
     """
     trains = [module for module in model.modules() if isinstance(module, TensorTrainModule)]
-    nonlinear = next((module for module in trains if module.rank_activation is not None), None)
-    if nonlinear is not None:
-        raise ValueError(
-            f"The model has rank_activation={nonlinear.rank_activation!r}: its codes pass a nonlinearity, so the "
-            "basis of the middle bond cannot be changed, and ranks cannot be compared. Use rank_activation=None."
-        )
     adaptable = [
         module
         for module in trains

@@ -20,17 +20,16 @@ def test_round_trip_through_json():
     assert config.to_dict()["quant_method"] == "comera"
 
 
-SILU_LAYER = {"kind": "tt_linear", "in_factors": [4], "out_factors": [6], "ranks": [2], "rank_activation": "silu"}
+LAYER = {"kind": "tt_linear", "in_factors": [4], "out_factors": [6], "ranks": [2]}
 
 
 @pytest.mark.parametrize(
     ("settings", "version"),
     [
         ({}, 1),
-        ({"layers": {"q": {**SILU_LAYER, "rank_activation": None}}}, 1),
-        ({"rank_activation": "silu"}, 2),
-        ({"rank_activation": "gelu"}, 2),
-        ({"layers": {"q": SILU_LAYER}}, 2),
+        ({"layers": {"q": LAYER}}, 1),
+        ({"layers": {"q": {**LAYER, "ranks": [0]}}}, 3),
+        ({"layers": {"q": {**LAYER, "rank_gates": True}}}, 3),
     ],
 )
 def test_the_lowest_format_that_can_say_it_is_written(settings, version):
@@ -51,6 +50,27 @@ def test_unknown_settings_of_a_checkpoint_are_named_and_ignored(caplog):
         config = ComeraConfig.from_dict({"rank": 8, "colour": "red", "format_version": 1})
     assert config.rank == 8
     assert "['colour'] of the checkpoint are unknown" in caplog.text
+
+
+def test_that_there_is_no_rank_activation_may_be_said_but_is_not_kept(caplog):
+    with caplog.at_level(logging.WARNING):
+        read = ComeraConfig.from_dict({"rank": 8, "rank_activation": None, "format_version": 1})
+    assert read == ComeraConfig(rank=8, rank_activation=None) == ComeraConfig(rank=8)
+    assert "rank_activation" not in read.to_dict()
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("recorded", "place"),
+    [
+        ({"rank_activation": "gelu"}, ""),
+        ({"layers": {"q": {**LAYER, "rank_activation": "gelu"}}}, r"layers\['q'\]: "),
+    ],
+)
+def test_a_checkpoint_with_a_rank_activation_is_refused(recorded, place):
+    message = rf"config.json, quantization_config: {place}rank_activation='gelu' was removed.*loads with the release"
+    with pytest.raises(ValueError, match=message):
+        ComeraConfig.from_dict({"rank": 8, **recorded, "format_version": 2})
 
 
 def test_a_newer_format_is_refused():
@@ -76,8 +96,8 @@ def test_a_misspelled_setting_raises():
         ({"rank_pattern": {"q": [3, 0]}}, r"rank_pattern\['q'\]=0"),
         ({"factor_pattern": {"q": [3, 4]}}, r"factor_pattern\['q'\]=\[3, 4\] is needed as a dictionary"),
         ({"factor_pattern": {"q": {"inputs": [3, 4]}}}, "in_factors, out_factors or both"),
-        ({"rank_activation": "relu"}, "rank_activation='relu' is unknown. Use one of 'gelu', 'silu'"),
-        ({"rank_activation": True}, "rank_activation=True"),
+        ({"rank_activation": "silu"}, "rank_activation='silu' was removed: .* learned no better.* Leave it out"),
+        ({"rank_activation": False}, "rank_activation=False was removed"),
         ({"target_modules": []}, r"target_modules=\[\] selects nothing"),
     ],
 )

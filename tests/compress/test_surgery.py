@@ -25,14 +25,6 @@ def test_at_full_rank_the_model_computes_the_same(architecture):
     assert sum(isinstance(m, TiedHead | TiedEmbedding) for m in model.modules()) == architecture.num_tied
 
 
-def test_dense_weights_do_not_become_layers_with_a_rank_activation():
-    model = ARCHITECTURES["bert-classifier"].new_model()
-    types = {name: type(module) for name, module in model.named_modules()}
-    with pytest.raises(ValueError, match="rank_activation='silu' between its halves, which a dense weight does not"):
-        decompose_model(model, plan(model, ComeraConfig(rank=4, rank_activation="silu")))
-    assert {name: type(module) for name, module in model.named_modules()} == types
-
-
 @every_architecture
 def test_merging_restores_types_ties_and_function(architecture):
     original = architecture.new_model()

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForMaskedLM, BertForMaskedLM
 
 from hf_comera import ComeraConfig, get_comera_model, is_comera_model
-from hf_comera.modules import TensorTrainModule, TiedEmbedding, TiedHead, TTLinear
+from hf_comera.modules import TensorTrainModule, TiedEmbedding, TiedHead
 from tests.architectures import ARCHITECTURES, every_architecture
 
 
@@ -25,10 +25,8 @@ def test_a_live_model_stays_the_same_object_and_class(architecture):
 
 
 @every_architecture
-@pytest.mark.parametrize("rank_activation", [None, "silu", "gelu"])
-def test_from_scratch_trains_every_parameter(architecture, rank_activation):
-    settings = ComeraConfig(rank=4, rank_activation=rank_activation)
-    model = get_comera_model(architecture.auto_class, settings, config=architecture.new_config())
+def test_from_scratch_trains_every_parameter(architecture):
+    model = get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config())
     assert model.training
     assert all(p.isfinite().all() for p in (*model.parameters(), *model.buffers()))
     model(**architecture.training_inputs()).loss.backward()
@@ -46,33 +44,6 @@ def test_from_scratch_has_the_buffers_and_plain_weights_of_the_dense_model(archi
         if not isinstance(model.get_submodule(name.rpartition(".")[0]), TensorTrainModule | TiedHead | TiedEmbedding):
             std = parameter.std(correction=0).item()
             assert model.get_parameter(name).std(correction=0).item() == pytest.approx(std, rel=0.2, abs=0.001), name
-
-
-def test_the_rank_activation_is_between_the_halves_of_every_linear_layer():
-    """Models that differ in nothing else differ in their logits."""
-    architecture = ARCHITECTURES["bert-mlm"]
-    inputs, logits = architecture.inputs(), {}
-    for name in (None, "silu", "gelu"):
-        torch.manual_seed(3)
-        settings = ComeraConfig(rank=4, rank_activation=name)
-        model = get_comera_model(architecture.auto_class, settings, config=architecture.new_config()).eval()
-        assert {m.rank_activation for m in model.modules() if isinstance(m, TTLinear)} == {name}
-        logits[name] = model(**inputs).logits
-    assert not torch.allclose(logits[None], logits["silu"])
-    assert not torch.allclose(logits["gelu"], logits["silu"])
-
-
-@every_architecture
-def test_a_live_model_that_cannot_take_a_rank_activation_is_left_as_it_was(architecture):
-    model = architecture.new_model()
-    before, config = dict(model.named_parameters()), model.config.to_dict()
-    with pytest.raises(
-        ValueError, match=r"rank_activation='silu' puts a nonlinearity.*trained without it.*build a new"
-    ):
-        get_comera_model(model, ComeraConfig(rank=4, rank_activation="silu"))
-    assert type(model) is type(architecture.new_model())
-    assert model.config.to_dict() == config
-    assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
 def test_concrete_classes_dtype_and_seed():

@@ -236,8 +236,7 @@ RECORD_DAMAGE = {
     "error-is-not-a-number": entry(error=float("nan")),
     "gates-are-a-text": entry(rank_gates="yes"),
     "gates-that-the-file-lacks": entry(rank_gates=True),
-    "unknown-activation": entry(rank_activation="relu"),
-    "activation-that-was-not-there": entry(rank_activation="silu"),
+    "rank-activation-of-a-layer": entry(rank_activation="silu"),
     "layers-are-a-list": lambda s: s.update(layers=[QUERY]),
     "layers-are-a-text": lambda s: s.update(layers=QUERY),
     "layers-are-a-number": lambda s: s.update(layers=7),
@@ -256,7 +255,7 @@ RECORD_DAMAGE = {
     "factor-pattern-of-numbers": lambda s: s.update(factor_pattern={"query": {"in_factors": 3}}),
     "targets-are-a-number": lambda s: s.update(target_modules=3),
     "targets-are-numbers": lambda s: s.update(target_modules=[3, 4]),
-    "activation-is-a-list": lambda s: s.update(rank_activation=["silu"]),
+    "rank-activation": lambda s: s.update(rank_activation="silu", format_version=2),
     "format-is-negative": lambda s: s.update(format_version=-5),
     "format-is-zero": lambda s: s.update(format_version=0),
     "format-is-true": lambda s: s.update(format_version=True),
@@ -265,7 +264,7 @@ RECORD_DAMAGE = {
 }  # fmt: skip
 
 
-ONLY_THE_DIGEST_TELLS = {"a-layer-is-missing", "activation-that-was-not-there"}
+ONLY_THE_DIGEST_TELLS = {"a-layer-is-missing"}
 
 
 @pytest.mark.parametrize("name", RECORD_DAMAGE)
@@ -289,6 +288,7 @@ HARMLESS = {
     "other-ranks": entry(ranks=[1, 1, 1, 1, 1]),
     "another-default-rank": lambda s: s.update(rank=7),
     "an-error": entry(error=0.25),
+    "no-rank-activation": lambda s: s.update(rank_activation=None),
     "a-setting-of-a-newer-release": lambda s: s.update(new_setting=[1]),
     "targets-that-are-not-there": lambda s: s.update(target_modules=["nothing"]),
 }

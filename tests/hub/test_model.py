@@ -75,28 +75,6 @@ def test_dequantize_is_transformers_name_for_it(way, dtype, tmp_path):
     assert model.dtype == (dtype or torch.float32)
 
 
-MERGES = {
-    "call": merge_and_unload,
-    "method": lambda model: model.merge_and_unload(),
-    "dequantize": lambda model: model.dequantize(dtype=torch.bfloat16),
-}
-
-
-@every_architecture
-@pytest.mark.parametrize("merge", MERGES.values(), ids=MERGES)
-def test_a_model_with_a_rank_activation_does_not_merge_and_stays_as_it_was(architecture, merge):
-    model = compressed(architecture, rank_activation="silu")
-    inputs, before = architecture.inputs(), dict(model.named_parameters())
-    expected, config, ties = model(**inputs).logits, model.config.to_dict(), model.all_tied_weights_keys
-    with pytest.raises(ValueError, match=r"merge_and_unload: .*rank_activation='silu'.*Use the model as it is"):
-        merge(model)
-    assert is_comera_model(model)
-    assert model.config.to_dict() == config
-    assert model.all_tied_weights_keys == ties
-    assert all(parameter is before[name] for name, parameter in model.named_parameters())
-    assert torch.equal(model(**inputs).logits, expected)
-
-
 MERGED_ELSEWHERE = """
 import sys, torch, transformers
 model, inputs, expected = torch.load(sys.argv[1] + "/case.pt", weights_only=True)
@@ -128,9 +106,8 @@ def test_merged_checkpoint_loads_in_a_process_without_hf_comera(name, tmp_path):
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
-@pytest.mark.parametrize("rank_activation", [None, "silu"])
-def test_copies_are_compressed_models_too(architecture, duplicate, rank_activation):
-    model = compressed(architecture, rank_activation=rank_activation)
+def test_copies_are_compressed_models_too(architecture, duplicate):
+    model = compressed(architecture)
     inputs = architecture.inputs()
     twin = duplicate(model)
     assert type(twin) is type(model)
@@ -169,11 +146,6 @@ def test_resizing_a_compressed_embedding_raises_with_the_way_out():
     )
     with pytest.raises(ValueError, match=way_out):
         model.resize_token_embeddings(250)
-    nonlinear = compressed(ARCHITECTURES["gpt2"], rank_activation="silu")
-    with pytest.raises(
-        ValueError, match="With a rank activation it cannot be merged: build a new model with vocab_size"
-    ):
-        nonlinear.resize_token_embeddings(250)
     for options in ({"pad_to_multiple_of": 64}, {"new_num_tokens": 241, "pad_to_multiple_of": 64}):
         with pytest.raises(ValueError, match=r"resize_token_embeddings\(256\)"):
             model.resize_token_embeddings(**options)

@@ -118,6 +118,18 @@ def test_two_compressed_models_make_one(tmp_path):
     torch.testing.assert_close(loaded.eval()(input_ids=IDS, decoder_input_ids=IDS).logits, expected)
 
 
+def test_a_part_with_a_rank_activation_is_refused(tmp_path):
+    get_comera_model(BertModel, ComeraConfig(rank=4), config=BertConfig(**BERT)).save_pretrained(tmp_path / "one")
+    one = str(tmp_path / "one")
+    EncoderDecoderModel.from_encoder_decoder_pretrained(one, one).save_pretrained(tmp_path)
+    path, query = tmp_path / "config.json", "encoder.layer.0.attention.self.query"
+    config = json.loads(path.read_text())
+    config["encoder"]["quantization_config"]["layers"][query]["rank_activation"] = "silu"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"layers\['encoder\.{query}'\]: rank_activation='silu' was removed"):
+        EncoderDecoderModel.from_pretrained(tmp_path)
+
+
 def test_a_part_that_computes_with_cores_of_the_whole_is_not_saved(tmp_path):
     architecture = ARCHITECTURES["t5"]
     model = get_comera_model(T5ForConditionalGeneration, ComeraConfig(rank=4), config=architecture.new_config())

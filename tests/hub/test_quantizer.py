@@ -37,45 +37,6 @@ def test_reload_gives_equal_logits_and_no_stray_keys(architecture, shard, tmp_pa
     assert not loaded.training
 
 
-@every_architecture
-@pytest.mark.parametrize("rank_activation", [None, "silu", "gelu"])
-def test_the_rank_activation_is_restored_and_raises_the_format_version(architecture, rank_activation, tmp_path):
-    settings = ComeraConfig(rank=4, rank_activation=rank_activation)
-    model = get_comera_model(architecture.auto_class, settings, config=architecture.new_config()).eval()
-    inputs = architecture.inputs()
-    expected = model(**inputs).logits
-    model.save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert written["format_version"] == (1 if rank_activation is None else 2)
-    loaded, info = architecture.auto_class.from_pretrained(tmp_path, output_loading_info=True)
-    assert info == NOTHING
-    assert torch.equal(loaded(**inputs).logits, expected)
-    assert loaded.config.quantization_config == model.config.quantization_config
-    linears = [module for module in loaded.modules() if isinstance(module, TTLinear)]
-    assert {module.rank_activation for module in linears} == {rank_activation}
-
-
-def test_the_rank_activation_of_each_layer_is_what_is_saved(tmp_path):
-    architecture = ARCHITECTURES["bert-mlm"]
-    model = get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config()).eval()
-    model.get_submodule(QUERY).rank_activation = "gelu"
-    inputs = architecture.inputs()
-    expected = model(**inputs).logits
-    model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["format_version"] == 2
-    assert torch.equal(AutoModelForMaskedLM.from_pretrained(tmp_path)(**inputs).logits, expected)
-
-
-@every_architecture
-def test_a_dense_checkpoint_cannot_take_a_rank_activation(architecture, tmp_path):
-    architecture.new_model().save_pretrained(tmp_path)
-    settings = ComeraConfig(rank=4, rank_activation="silu")
-    with pytest.raises(
-        ValueError, match=r"rank_activation='silu' puts a nonlinearity.*trained without it.*build a new"
-    ):
-        architecture.auto_class.from_pretrained(tmp_path, quantization_config=settings)
-
-
 def test_reload_is_equal_to_the_bit_at_real_widths(tmp_path):
     """Views of the mapped file have other alignments, at which matrix products of this size round differently."""
     config = BertConfig(

@@ -103,17 +103,15 @@ def test_sharded_checkpoints(tmp_path):
 
 def test_the_format_version_is_the_lowest_that_will_do(tmp_path):
     model = new_model(ARCHITECTURES["bert-mlm"], removed=False)
-    for rank_activation, version in ((None, 1), ("silu", 2)):
-        for module in model.modules():
-            if isinstance(module, TTLinear):
-                module.rank_activation = rank_activation
-                module.add_rank_gates()
-        model.save_pretrained(tmp_path)
-        assert written_settings(tmp_path)["format_version"] == 3
-        fold_rank_gates(model)
-        model.save_pretrained(tmp_path)
-        assert written_settings(tmp_path)["format_version"] == version
-        assert not any("rank_gates" in entry for entry in written_settings(tmp_path)["layers"].values())
+    for module in model.modules():
+        if isinstance(module, TTLinear):
+            module.add_rank_gates()
+    model.save_pretrained(tmp_path)
+    assert written_settings(tmp_path)["format_version"] == 3
+    fold_rank_gates(model)
+    model.save_pretrained(tmp_path)
+    assert written_settings(tmp_path)["format_version"] == 1
+    assert not any("rank_gates" in entry for entry in written_settings(tmp_path)["layers"].values())
 
 
 def test_ranks_and_gates_of_the_file_win_over_the_config(tmp_path):

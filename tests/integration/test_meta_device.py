@@ -54,12 +54,10 @@ def test_a_step_counts_the_operations_that_it_has_with_values(name, policy):
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-@pytest.mark.parametrize("rank_activation", [None, "silu"])
 @every_architecture
-def test_a_model_that_is_built_there_has_no_memory_where_the_dense_one_has_none(architecture, rank_activation, place):
-    settings = ComeraConfig(rank=4, rank_activation=rank_activation)
+def test_a_model_that_is_built_there_has_no_memory_where_the_dense_one_has_none(architecture, place):
     with place():
-        model = get_comera_model(architecture.auto_class, settings, config=architecture.new_config())
+        model = get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config())
         dense = architecture.auto_class.from_config(architecture.new_config())
     assert all(parameter.is_meta for parameter in model.parameters())
     assert {name: buffer.is_meta for name, buffer in model.named_buffers()} == {

@@ -17,7 +17,6 @@ BLOCKS = {
     "dropout": {"dropout": 0.3},
     "gated": {"gated": True, "act": functional.silu, "dropout": 0.3},
     "made real": {"act": functional.selu, "dropout": 0.3},
-    "rank activation": {"rank_activation": "silu"},
 }
 
 

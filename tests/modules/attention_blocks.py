@@ -26,9 +26,9 @@ def attend(query, key, value, **options):
 class Attention(nn.Module):
     """Three projections, core attention and the output layer; ``use`` is done to what the projections give."""
 
-    def __init__(self, ranks=(5, 5, 5), bias=True, use=None, attend=attend, rank_activation=None):
+    def __init__(self, ranks=(5, 5, 5), bias=True, use=None, attend=attend):
         super().__init__()
-        settings = {"bias": bias, "dtype": torch.float64, "rank_activation": rank_activation}
+        settings = {"bias": bias, "dtype": torch.float64}
         self.q, self.k, self.v = (TTLinear(12, HEADS * SIZE, ranks=rank, **settings) for rank in ranks)
         self.o = TTLinear(HEADS * SIZE, 12, ranks=6, dtype=torch.float64)
         self.use, self.attend, self.options = use, attend, {}

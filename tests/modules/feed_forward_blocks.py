@@ -10,9 +10,9 @@ from hf_comera.modules import TTLinear
 class Block(nn.Module):
     """A feed-forward block, plain or gated."""
 
-    def __init__(self, act=functional.gelu, gated=False, dropout=0.0, rank_activation=None, dtype=torch.float64):
+    def __init__(self, act=functional.gelu, gated=False, dropout=0.0, dtype=torch.float64):
         super().__init__()
-        settings = {"ranks": 5, "rank_activation": rank_activation, "dtype": dtype}
+        settings = {"ranks": 5, "dtype": dtype}
         self.up = TTLinear(8, 24, **settings)
         self.gate = TTLinear(8, 24, bias=False, **settings) if gated else None
         self.down = TTLinear(24, 8, **settings)

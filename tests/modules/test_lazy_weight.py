@@ -14,9 +14,9 @@ from hf_comera.modules import TiedHead, TTLinear, TTMEmbedding
 from hf_comera.modules.lazy_weight import edits_left_out
 
 
-@pytest.fixture(params=[None, "silu"])
-def layer(request):
-    layer = TTLinear(48, 96, ranks=4, rank_activation=request.param)
+@pytest.fixture
+def layer():
+    layer = TTLinear(48, 96, ranks=4)
     layer.built = 0
     dense = layer.dense
 
@@ -66,13 +66,6 @@ def test_real_uses_equal_the_dense_weight_in_value_and_gradient(use):
         torch.testing.assert_close(mine, theirs)
 
 
-@real_uses
-def test_real_uses_raise_where_there_is_no_dense_weight(use):
-    layer = TTLinear(48, 96, ranks=4, rank_activation="silu")
-    with pytest.raises(ValueError, match="rank_activation='silu' between its halves, so no dense weight"):
-        use(torch.randn(3, 48), layer.weight)
-
-
 class AsksForTheDtype(torch.nn.Module):
     """T5's feed-forward asks its last layer so."""
 
@@ -86,22 +79,14 @@ class AsksForTheDtype(torch.nn.Module):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("rank_activation", [None, "silu"])
-def test_questions_are_answered_in_compiled_code_too(rank_activation, backend):
+def test_questions_are_answered_in_compiled_code_too(backend):
     torch._dynamo.reset()
-    layer = TTLinear(48, 96, ranks=4, rank_activation=rank_activation)
+    layer = TTLinear(48, 96, ranks=4)
     asking = AsksForTheDtype(layer)
     x = torch.randn(3, 48)
     y, shape = torch.compile(asking, backend=backend, fullgraph=True)(x)
     torch.testing.assert_close(y, layer(x))
     assert shape == (96, 48)
-
-
-def test_computing_with_a_weight_that_is_not_there_gives_nan_in_compiled_code():
-    torch._dynamo.reset()
-    layer = TTLinear(48, 96, ranks=4, rank_activation="silu")
-    compiled = torch.compile(lambda x: linear(x, layer.weight), backend="eager", fullgraph=True)
-    assert compiled(torch.randn(3, 48)).isnan().all()
 
 
 class Product(torch.autograd.Function):
@@ -346,10 +331,9 @@ def test_a_parameter_made_of_the_weight_is_a_matrix_of_its_own():
 def test_data_is_the_weight_without_gradients(layer):
     assert layer.weight.data.shape == (96, 48)
     assert layer.built == 0
-    if layer.rank_activation is None:
-        data = layer.weight.data * 1
-        assert not data.requires_grad
-        torch.testing.assert_close(data, layer.dense().detach())
+    data = layer.weight.data * 1
+    assert not data.requires_grad
+    torch.testing.assert_close(data, layer.dense().detach())
 
 
 def test_tied_weights_have_one_address():

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_comera.modules import TiedHead, TTLinear, TTMEmbedding
-from tests.dense_references import dense_halves, dense_matrix, dense_table
+from tests.dense_references import dense_matrix, dense_table
 
 LAYERS = {
     "bias": lambda dtype: TTLinear(7, 30, ranks=4, dtype=dtype),
@@ -16,8 +16,6 @@ LAYERS = {
         12, 30, in_factors=(4, 3), out_factors=(2, 3, 5), ranks=(4, 5, 3, 2), bias=False, dtype=dtype
     ),
     "transposed": lambda dtype: TTLinear(48, 10, ranks=4, transposed=True, dtype=dtype),
-    "silu": lambda dtype: TTLinear(7, 30, ranks=4, rank_activation="silu", dtype=dtype),
-    "gelu": lambda dtype: TTLinear(48, 10, ranks=4, rank_activation="gelu", dtype=dtype),
     "embedding": lambda dtype: TTMEmbedding(57, 11, ranks=4, dtype=dtype),
     "one-core": lambda dtype: TTMEmbedding(5, 7, in_factors=(5,), out_factors=(7,), dtype=dtype),
     "tied-head": lambda dtype: TiedHead(
@@ -49,7 +47,7 @@ def gated(make, dtype=torch.float64):
 
 
 def reference_cores(train):
-    """``D_k`` as a matrix, multiplied into the core before it: a rank activation comes after the gate."""
+    """``D_k`` as a matrix, multiplied into the core before it."""
     *others, last = train.cores()
     pairs = zip(others, train.rank_gates(), strict=True)
     return [*(torch.tensordot(core, torch.diag(gate), dims=1) for core, gate in pairs), last]
@@ -63,10 +61,7 @@ def reference(layer, x):
         table = dense_table(cores, train.num_embeddings, train.embedding_dim)
         return functional.linear(x, table, layer.bias) if isinstance(layer, TiedHead) else table[x]
     sizes = len(train.in_factors), train.in_features, train.out_features
-    if train.rank_activation is None:
-        return functional.linear(x, dense_matrix(cores, *sizes).T, train.bias)
-    left, right = dense_halves(cores, *sizes)
-    return functional.linear(getattr(functional, train.rank_activation)(x @ left), right.T, train.bias)
+    return functional.linear(x, dense_matrix(cores, *sizes).T, train.bias)
 
 
 @every_layer
@@ -108,7 +103,7 @@ def test_gates_equal_diagonal_matrices_in_output_and_gradients(make):
     torch.testing.assert_close(*grads)
 
 
-DENSE = {name: make for name, make in LAYERS.items() if name not in ("silu", "gelu", "tied-head")}
+DENSE = {name: make for name, make in LAYERS.items() if name != "tied-head"}
 every_dense_layer = pytest.mark.parametrize("make", DENSE.values(), ids=DENSE.keys())
 
 
@@ -248,7 +243,7 @@ def test_gates_of_frozen_cores_are_frozen():
     assert not any(gate.requires_grad for gate in layer.rank_gates())
 
 
-@pytest.mark.parametrize("name", ["bias", "silu", "embedding", "tied-head"])
+@pytest.mark.parametrize("name", ["bias", "embedding", "tied-head"])
 def test_gated_layers_compile_as_one_graph(name):
     torch._dynamo.reset()
     layer = gated(LAYERS[name])

@@ -6,14 +6,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from hf_comera.modules import TTLinear
 from hf_comera.modules import tt_linear as tt_linear_module
-from hf_comera.ops.rank_activation import RANK_ACTIVATIONS
-from tests.dense_references import dense_halves
 
 
 @pytest.mark.parametrize(
@@ -27,9 +24,8 @@ def test_equals_nn_linear_with_its_dense_weight(in_features, out_features, bias)
     assert layer.dense().shape == layer.weight_shape() == (out_features, in_features)
 
 
-@pytest.mark.parametrize("rank_activation", [None, *RANK_ACTIVATIONS])
-def test_a_bias_in_a_rank_to_spare_has_the_gradient_of_a_bias(rank_activation, monkeypatch):
-    layer = TTLinear(24, 512, ranks=6, rank_activation=rank_activation, dtype=torch.float64)
+def test_a_bias_in_a_rank_to_spare_has_the_gradient_of_a_bias(monkeypatch):
+    layer = TTLinear(24, 512, ranks=6, dtype=torch.float64)
     inputs = torch.randn(256, 24, dtype=torch.float64, requires_grad=True), *layer.parameters()
     y = layer(inputs[0])
     grad_y = torch.randn_like(y)
@@ -39,21 +35,6 @@ def test_a_bias_in_a_rank_to_spare_has_the_gradient_of_a_bias(rank_activation, m
     assert "Addmm" in type(with_a_bias.grad_fn.next_functions[0][0]).__name__
     assert "Addmm" not in type(y.grad_fn.next_functions[0][0]).__name__
     torch.testing.assert_close(found, (with_a_bias, *torch.autograd.grad(with_a_bias, inputs, grad_y)))
-
-
-@pytest.mark.parametrize("rank_activation", RANK_ACTIVATIONS)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("in_features", "out_features"), [(48, 96), (7, 30)])
-def test_with_a_rank_activation_equals_two_linear_layers(in_features, out_features, bias, transposed, rank_activation):
-    settings = {"bias": bias, "transposed": transposed, "rank_activation": rank_activation}
-    layer = TTLinear(in_features, out_features, ranks=4, dtype=torch.float64, **settings)
-    left, right = dense_halves(layer.cores(), 3, in_features, out_features)
-    x = torch.randn(2, 3, in_features, dtype=torch.float64)
-    code = getattr(functional, rank_activation)(linear(x, left.T))
-    torch.testing.assert_close(layer(x), linear(code, right.T, layer.bias))
-    assert f"rank_activation='{rank_activation}'" in repr(layer)
-    assert "rank_activation" not in repr(TTLinear(48, 96))
 
 
 def test_transposed_equals_conv1d():
@@ -81,17 +62,15 @@ def test_reset_gives_the_deviation_of_the_dense_layer(std):
     assert not layer.bias.any()
 
 
-@pytest.mark.parametrize("rank_activation", [None, *RANK_ACTIVATIONS])
-def test_deepcopy_pickle_and_meta(rank_activation):
-    layer = TTLinear(48, 96, ranks=4, rank_activation=rank_activation)
+def test_deepcopy_pickle_and_meta():
+    layer = TTLinear(48, 96, ranks=4)
     x = torch.randn(3, 48)
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(twin(x), layer(x))
     assert TTLinear(48, 96, device="meta").core_0.is_meta
 
 
-@pytest.mark.parametrize("rank_activation", [None, *RANK_ACTIVATIONS])
-def test_compiles_as_one_graph_and_recompiles_once_for_other_ranks(rank_activation):
+def test_compiles_as_one_graph_and_recompiles_once_for_other_ranks():
     graphs = []
 
     def backend(graph, inputs):
@@ -99,7 +78,7 @@ def test_compiles_as_one_graph_and_recompiles_once_for_other_ranks(rank_activati
         return graph.forward
 
     torch._dynamo.reset()
-    layer = TTLinear(48, 96, ranks=6, rank_activation=rank_activation)
+    layer = TTLinear(48, 96, ranks=6)
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
     x = torch.randn(3, 48)
     torch.testing.assert_close(compiled(x), layer(x))
@@ -108,10 +87,9 @@ def test_compiles_as_one_graph_and_recompiles_once_for_other_ranks(rank_activati
     assert len(graphs) == 2
 
 
-@pytest.mark.parametrize("rank_activation", RANK_ACTIVATIONS)
-def test_compiled_gradients_equal_those_of_eager(rank_activation):
+def test_compiled_gradients_equal_those_of_eager():
     torch._dynamo.reset()
-    layer = TTLinear(48, 96, ranks=6, rank_activation=rank_activation, dtype=torch.float64)
+    layer = TTLinear(48, 96, ranks=6, dtype=torch.float64)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 48, dtype=torch.float64, requires_grad=True)
     grads = [torch.autograd.grad(module(x).pow(2).sum(), [x, *layer.parameters()]) for module in (compiled, layer)]
@@ -131,18 +109,6 @@ def test_compiled_gradients_equal_those_of_eager(rank_activation):
         (lambda: TTLinear(48, 96)(torch.randn(2, 47)), r"x has shape \(2, 47\).*in_features=48"),
         (lambda: TTLinear(48, 96).load_dense(torch.randn(48, 96)), r"weight has shape \(48, 96\).*\(96, 48\)"),
         (lambda: TTLinear(48, 96).load_cores([]), "do not fit a layer whose cores"),
-        (
-            lambda: TTLinear(48, 96, rank_activation="relu"),
-            "rank_activation='relu' is unknown. Use one of 'gelu', 'silu'",
-        ),
-        (
-            lambda: TTLinear(48, 96, rank_activation="silu").dense(),
-            "rank_activation='silu' between its halves, so no dense weight.*Call the layer itself",
-        ),
-        (
-            lambda: TTLinear(48, 96, rank_activation="silu").load_dense(torch.randn(96, 48)),
-            "rank_activation='silu' between its halves, which a dense weight does not have.*Use rank_activation=None",
-        ),
     ],
 )
 def test_bad_values_are_named(call, message):
@@ -150,11 +116,10 @@ def test_bad_values_are_named(call, message):
         call()
 
 
-@pytest.mark.parametrize("rank_activation", [None, *RANK_ACTIVATIONS])
 @pytest.mark.parametrize("std", [0.01, 0.2])
-def test_outputs_start_with_the_deviation_of_a_dense_layer(rank_activation, std):
+def test_outputs_start_with_the_deviation_of_a_dense_layer(std):
     torch.manual_seed(0)
-    layer = TTLinear(64, 96, ranks=16, rank_activation=rank_activation)
+    layer = TTLinear(64, 96, ranks=16)
     layer.reset_parameters(std)
     deviation = layer(torch.randn(4000, 64)).std().item()
     assert deviation == pytest.approx(std * 64**0.5, rel=0.1)

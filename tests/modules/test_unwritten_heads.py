@@ -32,7 +32,6 @@ def uses(monkeypatch):
         {"ranks": (7, 7, 7)},
         {"ranks": (2, 5, 7)},
         {"ranks": (8, 8, 8), "bias": False},
-        {"rank_activation": "gelu"},
         {"ranks": ([0] * 5, [0] * 5, 5)},
         {"ranks": (5, 5, [0] * 5)},
         {"ranks": (5, [0] * 5, 5), "bias": False},

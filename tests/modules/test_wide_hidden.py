@@ -28,13 +28,6 @@ def test_equals_the_written_out_block_for_activations_of_transformers(name, gate
     torch.testing.assert_close(ours, results(block, x, False))
 
 
-@pytest.mark.parametrize("rank_activation", ["silu", "gelu"])
-def test_rank_activations(rank_activation, uses):
-    block, x = Block(rank_activation=rank_activation), random_input()
-    torch.testing.assert_close(results(block, x, True), results(block, x, False))
-    assert uses == ["code"]
-
-
 def test_dropout_drops_the_share_it_should_and_forward_and_backward_agree(uses):
     block, x = Block(nn.Identity(), dropout=0.25), torch.randn(2, 500, 8, dtype=torch.float64, requires_grad=True)
     torch.manual_seed(0)

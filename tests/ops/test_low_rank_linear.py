@@ -10,7 +10,6 @@ from hf_comera.ops import kernel_switch, use_kernels
 from hf_comera.ops.low_rank_linear import _low_rank_linear, _low_rank_linear_backward, low_rank_linear
 
 module = sys.modules["hf_comera.ops.low_rank_linear"]  # as an attribute of its package it is the function
-every_activation = pytest.mark.parametrize("rank_activation", [None, "silu", "gelu"])
 
 
 def problem(lead=(2, 3), rank=8, dtype=torch.float64):
@@ -20,19 +19,17 @@ def problem(lead=(2, 3), rank=8, dtype=torch.float64):
     return random(*lead, 6), random(rank, 6), random(rank, 10), random(10)
 
 
-def reference(x, left, right, bias, rank_activation):
-    code = functional.linear(x, left)
-    return functional.linear(getattr(functional, rank_activation)(code) if rank_activation else code, right.T, bias)
+def reference(x, left, right, bias):
+    return functional.linear(functional.linear(x, left), right.T, bias)
 
 
-@every_activation
 @pytest.mark.parametrize("lead", [(), (1,), (0,), (2, 3)], ids=str)
-def test_equals_two_linear_layers(lead, rank_activation):
+def test_equals_two_linear_layers(lead):
     x, left, right, bias = problem(lead)
     for some_bias in (bias, None):
         tensors = [x, left, right] if some_bias is None else [x, left, right, bias]
-        ours = low_rank_linear(x, left, right, some_bias, rank_activation)
-        expected = reference(x, left, right, some_bias, rank_activation)
+        ours = low_rank_linear(x, left, right, some_bias)
+        expected = reference(x, left, right, some_bias)
         torch.testing.assert_close(ours, expected)
         grad = torch.randn_like(ours)
         torch.testing.assert_close(
@@ -40,40 +37,31 @@ def test_equals_two_linear_layers(lead, rank_activation):
         )
 
 
-@every_activation
-def test_gradcheck_and_opcheck(rank_activation):
+def test_gradcheck_and_opcheck():
     x, left, right, bias = problem()
-    arguments = (x, left, right, bias, rank_activation)
+    arguments = (x, left, right, bias)
     assert torch.autograd.gradcheck(_low_rank_linear, arguments)  # y and the code
     torch.library.opcheck(_low_rank_linear, arguments)
-    torch.library.opcheck(
-        _low_rank_linear, (x, left, right, None, rank_activation), test_utils=("test_schema", "test_faketensor")
-    )
+    torch.library.opcheck(_low_rank_linear, (x, left, right, None), test_utils=("test_schema", "test_faketensor"))
     y, code = _low_rank_linear(*arguments)
     inputs = [tensor.detach() for tensor in (torch.randn_like(y), torch.randn_like(code), x, code, left, right)]
-    torch.library.opcheck(
-        _low_rank_linear_backward,
-        tuple(inputs),
-        {"activation": rank_activation},
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    torch.library.opcheck(_low_rank_linear_backward, tuple(inputs), test_utils=("test_schema", "test_faketensor"))
 
 
-@every_activation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_registered_for_gpus_computes_the_same(dtype, rank_activation, monkeypatch):
+def test_what_is_registered_for_gpus_computes_the_same(dtype, monkeypatch):
     """The kernels, emulated on the CPU, through the functions that a CUDA tensor would reach."""
     tensors = [tensor.detach() for tensor in problem((5,), dtype=dtype)]
     forward, backward = (op._backend_fns["cuda"] for op in (_low_rank_linear, _low_rank_linear_backward))
     monkeypatch.setattr(kernel_switch, "_wanted", True)
-    y, code = forward(*tensors, rank_activation)
-    expected_y, expected_code = _low_rank_linear._init_fn(*tensors, rank_activation)
+    y, code = forward(*tensors)
+    expected_y, expected_code = _low_rank_linear._init_fn(*tensors)
     tolerance = {"rtol": 2e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close((y, code), (expected_y, expected_code), **tolerance)
     x, left, right, _ = tensors
     arguments = (torch.randn_like(y), None, x, code, left, right)
-    expected = _low_rank_linear_backward._init_fn(*arguments, activation=rank_activation)
-    torch.testing.assert_close(backward(*arguments, activation=rank_activation), expected, **tolerance)
+    expected = _low_rank_linear_backward._init_fn(*arguments)
+    torch.testing.assert_close(backward(*arguments), expected, **tolerance)
 
 
 def test_the_switch(monkeypatch):
@@ -85,7 +73,7 @@ def test_the_switch(monkeypatch):
         for wanted, expected in ((False, 0), (True, 1)):
             use_kernels(wanted)
             assert kernel_switch.kernels_are_wanted() is wanted
-            forward(*tensors, None)
+            forward(*tensors)
             assert len(called) == expected
     finally:
         use_kernels(False)
@@ -94,5 +82,5 @@ def test_the_switch(monkeypatch):
 def test_shapes_without_a_kernel_run_in_torch(monkeypatch):
     monkeypatch.setattr(kernel_switch, "_wanted", True)
     tensors = [tensor.detach() for tensor in problem((5,), rank=200, dtype=torch.float32)]
-    y, _ = _low_rank_linear._backend_fns["cuda"](*tensors, None)
-    torch.testing.assert_close(y, reference(*tensors, None))
+    y, _ = _low_rank_linear._backend_fns["cuda"](*tensors)
+    torch.testing.assert_close(y, reference(*tensors))

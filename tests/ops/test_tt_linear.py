@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from hf_comera.ops import tt_linear
 from hf_comera.ops.halves import layer_halves
-from hf_comera.ops.rank_activation import RANK_ACTIVATIONS
 from hf_comera.ops.tt_linear import WORTH_A_RANK, bias_as_rank, from_code, to_code
 from hf_comera.tt.cores import draw_cores
 from tests.dense_references import dense_halves, dense_matrix, random_cores
@@ -33,26 +32,17 @@ def problem(in_factors, out_factors, rank, in_features, out_features, lead=(2, 3
     return cores, x, bias
 
 
-def reference(x, cores, num_in, bias, out_features, rank_activation):
-    """The layer as two linear ones, with torch's own nonlinearity between them."""
-    left, right = dense_halves(cores, num_in, x.shape[-1], out_features)
-    act = getattr(functional, rank_activation) if rank_activation else torch.nn.Identity()
-    return functional.linear(act(functional.linear(x, left.T)), right.T, bias)
-
-
-every_activation = pytest.mark.parametrize("rank_activation", [None, *RANK_ACTIVATIONS])
+def reference(x, cores, num_in, bias, out_features):
+    """The layer as one with the dense matrix."""
+    return functional.linear(x, dense_matrix(cores, num_in, x.shape[-1], out_features).T, bias)
 
 
 @pytest.mark.parametrize(("in_factors", "out_factors", "rank", "in_features", "out_features"), LAYERS)
-@every_activation
-def test_matches_dense_and_passes_gradcheck(in_factors, out_factors, rank, in_features, out_features, rank_activation):
+def test_matches_dense_and_passes_gradcheck(in_factors, out_factors, rank, in_features, out_features):
     cores, x, bias = problem(in_factors, out_factors, rank, in_features, out_features)
-    if rank_activation is None:
-        dense = dense_matrix(cores, len(in_factors), in_features, out_features)
-        torch.testing.assert_close(tt_linear(x, cores, len(in_factors), bias, out_features), x @ dense + bias)
     for some_bias in (bias, None):
-        ours = tt_linear(x, cores, len(in_factors), some_bias, out_features, rank_activation)
-        expected = reference(x, cores, len(in_factors), some_bias, out_features, rank_activation)
+        ours = tt_linear(x, cores, len(in_factors), some_bias, out_features)
+        expected = reference(x, cores, len(in_factors), some_bias, out_features)
         torch.testing.assert_close(ours, expected)
         inputs = [x, *cores] if some_bias is None else [x, *cores, bias]
         grad_y = torch.randn_like(ours)
@@ -61,7 +51,7 @@ def test_matches_dense_and_passes_gradcheck(in_factors, out_factors, rank, in_fe
         )
 
     def op(x, bias, *cores):
-        return tt_linear(x, list(cores), len(in_factors), bias, out_features, rank_activation)
+        return tt_linear(x, list(cores), len(in_factors), bias, out_features)
 
     assert torch.autograd.gradcheck(op, (x, bias, *cores))
 
@@ -76,23 +66,21 @@ def test_any_leading_shape_also_empty(lead):
     assert all(core.grad.shape == core.shape for core in cores)
 
 
-@every_activation
-def test_strided_input_and_frozen_parts(rank_activation):
+def test_strided_input_and_frozen_parts():
     cores, _, _ = problem((2, 3), (4, 2), 3, 6, 8)
     x = torch.randn(6, 5, dtype=torch.float64).T.requires_grad_()
     frozen = [core.detach() for core in cores]
-    ours = tt_linear(x, frozen, 2, rank_activation=rank_activation)
-    expected = reference(x, frozen, 2, None, 8, rank_activation)
+    ours = tt_linear(x, frozen, 2)
+    expected = reference(x, frozen, 2, None, 8)
     torch.testing.assert_close(ours, expected)
     torch.testing.assert_close(torch.autograd.grad(ours.sum(), x), torch.autograd.grad(expected.sum(), x))
 
 
-@every_activation
-def test_second_derivatives(rank_activation):
+def test_second_derivatives():
     cores, x, bias = problem((2, 3), (3, 2), 2, 6, 5, (2,))
 
     def op(x, *cores):
-        return tt_linear(x, list(cores), 2, bias, 5, rank_activation)
+        return tt_linear(x, list(cores), 2, bias, 5)
 
     assert torch.autograd.gradgradcheck(op, (x, *cores))
 
@@ -108,47 +96,35 @@ def test_the_code_has_zeros_as_padding():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "all-in-dtype"])
-@every_activation
-def test_low_precision_error_is_at_most_twice_that_of_plain_torch(dtype, autocast, rank_activation):
+def test_low_precision_error_is_at_most_twice_that_of_plain_torch(dtype, autocast):
     cores = random_cores((8, 6), (6, 8), 12, dtype=torch.float32)
     draw_cores([core.data for core in cores], 0.1)
     x = torch.randn(64, 48)
-
-    def matrices(cores):  # as few as compute the same
-        return dense_halves(cores, 2, 48, 48) if rank_activation else (dense_matrix(cores, 2, 48, 48),)
-
-    def plain_torch(x, first, *second):
-        y = x @ first
-        return getattr(functional, rank_activation)(y) @ second[0] if second else y
-
     if autocast:
-        exact = plain_torch(x.double(), *matrices([core.detach().double() for core in cores]))
-        dense = matrices([core.detach() for core in cores])
+        exact = x.double() @ dense_matrix([core.detach().double() for core in cores], 2, 48, 48)
+        dense = dense_matrix([core.detach() for core in cores], 2, 48, 48)
         with torch.autocast("cpu", dtype=dtype):
-            ours, plain = tt_linear(x, cores, 2, rank_activation=rank_activation), plain_torch(x, *dense)
+            ours, plain = tt_linear(x, cores, 2), x @ dense
         assert ours.dtype == dtype
         ours.float().sum().backward()
         assert cores[0].grad.dtype == torch.float32
     else:
         low = [core.detach().to(dtype) for core in cores]
-        exact = plain_torch(x.to(dtype).double(), *matrices([core.double() for core in low]))
-        ours = tt_linear(x.to(dtype), low, 2, rank_activation=rank_activation)
-        plain = plain_torch(x.to(dtype), *matrices(low))
+        exact = x.to(dtype).double() @ dense_matrix([core.double() for core in low], 2, 48, 48)
+        ours, plain = tt_linear(x.to(dtype), low, 2), x.to(dtype) @ dense_matrix(low, 2, 48, 48)
     ours_error = (ours.double() - exact).norm().item()
     plain_error = (plain.double() - exact).norm().item()
     assert ours_error <= 2 * plain_error, f"op {ours_error:.3g}, plain torch {plain_error:.3g}"
 
 
-@every_activation
-def test_saved_for_backward_are_x_and_codes_only(rank_activation):
+def test_saved_for_backward_are_x_and_the_code_only():
     cores = random_cores((8, 6), (6, 8), 12, dtype=torch.float32)
     x = torch.randn(500, 48, requires_grad=True)
     saved = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
-        tt_linear(x, cores, 2, rank_activation=rank_activation)
+        tt_linear(x, cores, 2)
     of_batch_size = sorted(tuple(t.shape) for t in saved.values() if t.shape[0] == 500)
-    codes = [(500, 16)] if rank_activation is None else [(500, 16)] * 2  # before and after the activation
-    assert of_batch_size == [*codes, (500, 48)], "x and the code, rank 12 padded to 16"
+    assert of_batch_size == [(500, 16), (500, 48)], "x and the code, rank 12 padded to 16"
 
 
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
@@ -164,12 +140,11 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
-@every_activation
-def test_no_dense_matrix_is_made_in_forward_or_backward(rank_activation):
+def test_no_dense_matrix_is_made_in_forward_or_backward():
     cores = random_cores((16, 32), (32, 16), 4, dtype=torch.float32)
     x = torch.randn(3, 512, requires_grad=True)
     with LargestTensor() as mode:
-        tt_linear(x, cores, 2, rank_activation=rank_activation).sum().backward()
+        tt_linear(x, cores, 2).sum().backward()
     assert 0 < mode.largest < 512 * 512 / 8
     assert mode.largest < math.prod((512, 4)) * 8
 

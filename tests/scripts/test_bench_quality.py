@@ -91,7 +91,6 @@ def test_every_task_leaves_a_row_and_a_curve(task, length, data, arguments, tmp_
 
 
 VARIANTS = [
-    ["--rank_activation", "silu"],
     ["--num_factors", "2", "--ranks", "full"],
     ["--form", "dense", "--update", "muon"],
     ["--update", "muon"],

@@ -15,7 +15,7 @@ FIRST, SECOND, THIRD = (task.heading for task in learning_table.TASKS)
 def row(rank="32", update="muon", lr=0.001, seed=0, loss=2.0, **changes):
     values = {
         "run": f"{rank}-{update}-{lr}-{seed}", "task": "bytes", "form": "tt" if rank else "dense", "rank": rank,
-        "num_factors": "3" if rank else "", "rank_activation": "", "update": update, "lr": lr, "width": 256,
+        "num_factors": "3" if rank else "", "update": update, "lr": lr, "width": 256,
         "steps": 250, "budget": "steps", "seed": seed, "status": "complete", "steps_done": 250,
         "held_out_loss": loss, "accuracy": "", "step_seconds": 0.2, "date": "2026-01-02",
     }  # fmt: skip
@@ -85,7 +85,7 @@ def test_of_one_rate_and_seed_the_newest_row_counts_on_any_machine(write):
     "changes",
     [
         {"width": 512}, {"steps": 2000}, {"budget": "seconds of dense"}, {"num_factors": 1}, {"rank": "8"},
-        {"rank_activation": "silu"}, {"status": "diverged", "held_out_loss": ""},
+        {"status": "diverged", "held_out_loss": ""},
     ],
     ids=str,
 )  # fmt: skip

@@ -9,7 +9,7 @@ from quality_bytes import bytes_task
 from quality_runs import BYTES, SECONDS, STEPS, Run
 
 RUN = Run(
-    task="bytes", data="text", form="tt", rank="4", num_factors=3, rank_activation="", update="adamw", lr=1e9,
+    task="bytes", data="text", form="tt", rank="4", num_factors=3, update="adamw", lr=1e9,
     other_lr=1e-3, width=16, steps=100, budget=SECONDS, seed=0,
 )  # fmt: skip
 

@@ -40,14 +40,12 @@ def test_every_combination_is_a_run_and_dense_ones_have_no_rank():
         "--seeds",
         "0",
         "1",
-        "--rank_activation",
-        "silu",
     ]
     runs = grid(parse_settings(options), "text", 10)
     assert [run.form for run in runs] == ["dense"] * 4 + ["tt"] * 8
-    assert {(run.rank, run.num_factors, run.rank_activation) for run in runs[:4]} == {("", "", "")}
+    assert {(run.rank, run.num_factors) for run in runs[:4]} == {("", "")}
     assert [(run.rank, run.lr, run.seed) for run in runs[4:7]] == [("8", 1e-3, 0), ("8", 1e-3, 1), ("8", 1e-2, 0)]
-    assert str(runs[-1]) == "bytes: tt full silu, adamw, lr 0.01, width 256, seed 1"
+    assert str(runs[-1]) == "bytes: tt full, adamw, lr 0.01, width 256, seed 1"
 
 
 def test_dense_runs_with_the_bytes_of_a_twin_have_its_rank():

@@ -40,11 +40,11 @@ def test_variants_keep_rates_and_seeds_together():
 
 
 def test_labels_say_what_varies():
-    budgets = [row(0.001, 0, "1"), row(0.001, 0, "1", budget="seconds of dense", width="32", rank_activation="silu")]
+    budgets = [row(0.001, 0, "1"), row(0.001, 0, "1", budget="seconds of dense", width="32")]
     dense = row(0.001, 0, "1", form="dense", budget="bytes of tt", width="32")
     assert [variant.label for variant in variants([*budgets, dense])] == [
         "tt, rank 8, adamw, width 16",
-        "tt, rank 8, silu, adamw, seconds of dense, width 32",
+        "tt, rank 8, adamw, seconds of dense, width 32",
         "dense, bytes of tt rank 8, adamw, width 32",
     ]
 

@@ -184,12 +184,6 @@ def test_states_are_snapshots():
     assert state["history"]["steps"] == [0]
 
 
-def test_rank_activations_are_refused():
-    layer = TTLinear(24, 24, ranks=6, rank_activation="silu")
-    with pytest.raises(ValueError, match=r"rank_activation='silu'.*Use rank_activation=None"):
-        add_rank_gates(layer)
-
-
 def test_accumulated_batches_of_accelerate_are_one_step():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     layer = linear()
