@@ -301,10 +301,13 @@ def _all(labels: Tensor) -> Tensor:
 
 
 def _is_plain(head: nn.Module) -> bool:
-    """Whether nothing wants to see calls of ``head``, of its projection, or of the embedding that this is tied to."""
+    """Whether nothing wants to see calls of ``head`` or of its projection, nor brings in what this is tied to."""
     sources = [module.source for module in head.modules() if isinstance(module, TiedHead)]
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_hf_hook")
-    return not any(getattr(module, name, None) for module in (*head.modules(), *sources) for name in hooks)
+    if any(getattr(module, name, None) for module in head.modules() for name in hooks):
+        return False
+    # hooks on what the embedding gives, such as that of gradient checkpointing, are none of the head's business
+    return not any(getattr(source, name, None) for source in sources for name in ("_forward_pre_hooks", "_hf_hook"))
 
 
 def _is_projection(module: nn.Module) -> bool:
