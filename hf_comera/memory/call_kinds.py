@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_comera.modules.lazy_weight import FREE_QUESTIONS
-from hf_comera.ops.dropped_attention import dropped_attention
+import hf_comera.ops.dropped_attention  # noqa: F401  registers the operator
 from hf_comera.ops.kept_bits import drop
 
 __all__ = [
@@ -77,7 +77,7 @@ _KINDS: dict[Any, str] = {
     **dict.fromkeys(_NORMS, "norms"),
     **dict.fromkeys(_DROPOUTS, "dropout"),
     **dict.fromkeys(_ATTENTIONS, "attention"),
-    dropped_attention: "attention",
+    torch.ops.hf_comera.dropped_attention.default: "attention",
     drop: "functions",  # nothing is drawn in it
 }
 

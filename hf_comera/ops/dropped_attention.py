@@ -12,13 +12,10 @@ Source: sums of softmax's gradient over a row as the product of output and gradi
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import handle_torch_function, has_torch_function
 
 from hf_comera.ops.gradients import gradients_of
 from hf_comera.ops.kept_bits import kept_factors
@@ -58,11 +55,7 @@ def dropped_attention(
         query ``(B, T, H, R)``, key and value ``(B, S, R)`` -> ``(B, T, H, R)``, in the dtype of the query; computed in
         float32 at least.
     """
-    tensors = tuple(tensor for tensor in (query, key, value, bits, attn_mask) if tensor is not None)
-    if has_torch_function(tensors):  # whoever watches calls sees one
-        options: dict[str, Any] = {"share": share, "is_causal": is_causal, "scale": scale}
-        return handle_torch_function(dropped_attention, tensors, query, key, value, bits, attn_mask, **options)
-    return _DroppedAttention.apply(_Options(share, scale, is_causal), query, key, value, bits, attn_mask)
+    return _dropped_attention(query, key, value, bits, attn_mask, share, is_causal, scale)
 
 
 def bias_of_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -78,34 +71,99 @@ class _Options(NamedTuple):
     is_causal: bool
 
 
-class _DroppedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, options: _Options, *tensors: Any) -> Tensor:
-        ctx.options = options
-        query, key, value, bits, mask = tensors
-        context = torch.empty_like(query, memory_format=torch.contiguous_format)
-        with without_autocast(query):
-            shares = _Shares.of(query, key, mask, bits, options)
-            value_BSR = value.to(shares.dtype)
-            for chunk in shares.chunks():
-                kept = shares.rows(chunk).mul_(shares.factors(chunk))
-                context[chunk] = (kept @ value_BSR[chunk[0]]).view(context[chunk].shape)
-        if shares.dead is not None:
-            context.masked_fill_(shares.dead, 0)
-        ctx.save_for_backward(*tensors, context)
-        return context
+@torch.library.custom_op("hf_comera::dropped_attention", mutates_args=())
+def _dropped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bits: Tensor,
+    mask: Tensor | None,
+    share: float,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    context = torch.empty_like(query, memory_format=torch.contiguous_format)
+    with without_autocast(query):
+        shares = _Shares.of(query, key, mask, bits, _Options(share, scale, is_causal))
+        value_BSR = value.to(shares.dtype)
+        for chunk in shares.chunks():
+            kept = shares.rows(chunk).mul_(shares.factors(chunk))
+            context[chunk] = (kept @ value_BSR[chunk[0]]).view(context[chunk].shape)
+    if shares.dead is not None:
+        context.masked_fill_(shares.dead, 0)
+    return context
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        query, key, value, bits, mask, context = ctx.saved_tensors
-        with without_autocast(query):
-            shares = _Shares.of(query, key, mask, bits, ctx.options)
-            if torch.is_grad_enabled():
-                found = _differentiable_gradients(shares, (query, key, value), grads[0])
-            else:
-                grad = grads[0] if shares.dead is None else grads[0].masked_fill(shares.dead, 0)
-                found = _gradients(shares, value, context, grad)
-        return None, *found, None, None
+
+@_dropped_attention.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bits: Tensor,
+    mask: Tensor | None,
+    share: float,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("hf_comera::dropped_attention_backward", mutates_args=())
+def _dropped_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bits: Tensor,
+    mask: Tensor | None,
+    context: Tensor,
+    share: float,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    with without_autocast(query):
+        shares = _Shares.of(query, key, mask, bits, _Options(share, scale, is_causal))
+        grad = grad if shares.dead is None else grad.masked_fill(shares.dead, 0)
+        return _gradients(shares, value, context, grad)
+
+
+@_dropped_attention_backward.register_fake
+def _(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bits: Tensor,
+    mask: Tensor | None,
+    context: Tensor,
+    share: float,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, share, is_causal, scale = inputs
+    ctx.options = _Options(share, scale, is_causal)
+    ctx.save_for_backward(*tensors, output)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    query, key, value, bits, mask, context = ctx.saved_tensors
+    options: _Options = ctx.options
+    with without_autocast(query):
+        if torch.is_grad_enabled():  # second derivatives
+            shares = _Shares.of(query, key, mask, bits, options)
+            found: Any = _differentiable_gradients(shares, (query, key, value), grad)
+        else:
+            tensors = (grad, query, key, value, bits, mask, context)
+            found = _dropped_attention_backward(*tensors, options.share, options.is_causal, options.scale)
+    return *found, None, None, None, None, None
+
+
+_dropped_attention.register_autograd(_backward, setup_context=_save)
 
 
 Chunk = tuple[slice, slice]
@@ -136,7 +194,7 @@ class _Shares:
             mask = _unexpanded(mask[(None,) * (4 - mask.ndim)].transpose(1, 2))
             counts = mask if mask.dtype == torch.bool else mask != -torch.inf
             dead = (counts & _triangle(query.shape[1], key.shape[1]) if options.is_causal else counts).any(-1, True)
-            dead = None if isinstance(dead, FakeTensor) or dead.all() else ~dead
+            dead = None if dead.all() else ~dead
         return cls(query, key.to(torch.promote_types(query.dtype, torch.float32)), bits, mask, dead, options)
 
     @property
@@ -145,11 +203,7 @@ class _Shares:
         return self.key.dtype
 
     def chunks(self) -> Iterator[Chunk]:
-        """Whole sequences, or some tokens of one, in order; of tensors without entries only the first."""
-        chunks = self._chunks()
-        return islice(chunks, 1) if isinstance(self.query, FakeTensor) else chunks
-
-    def _chunks(self) -> Iterator[Chunk]:
+        """Whole sequences, or some tokens of one, in order."""
         batch, tokens, heads, _ = self.query.shape
         num_tokens = max(1, _CHUNK_SCORES // max(1, heads * self.key.shape[1]))
         if num_tokens >= tokens:
@@ -210,7 +264,7 @@ def _part(tensor: Tensor, chunk: Chunk) -> Tensor:
     return tensor[tuple(slice(None) if size == 1 else each for size, each in sizes)]
 
 
-def _gradients(shares: _Shares, value: Tensor, context: Tensor, grad: Tensor) -> list[Tensor | None]:
+def _gradients(shares: _Shares, value: Tensor, context: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of query, key and value, in their dtypes."""
     query, key, value_BSR = shares.query, shares.key, value.to(shares.dtype)
     dquery, dkey, dvalue = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(key)
@@ -222,7 +276,7 @@ def _gradients(shares: _Shares, value: Tensor, context: Tensor, grad: Tensor) ->
         dscores = (drows @ value_BSR[chunk[0]].transpose(1, 2)).mul_(kept).addcmul_(rows, mean, value=-1)
         dquery[chunk] = (dscores @ key[chunk[0]]).mul_(shares.options.scale).view(dquery[chunk].shape)
         dkey[chunk[0]].baddbmm_(dscores.transpose(1, 2), shares.flat(query, chunk))
-    return [dquery, dkey.mul_(shares.options.scale).to(value.dtype), dvalue.to(value.dtype)]
+    return dquery, dkey.mul_(shares.options.scale).to(value.dtype), dvalue.to(value.dtype)
 
 
 def _differentiable_gradients(shares: _Shares, tensors: Sequence[Tensor], grad: Tensor) -> list[Tensor | None]:

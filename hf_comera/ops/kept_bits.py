@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from hf_comera.ops.bit_mask import decode_bits, pack_bits
@@ -43,17 +42,25 @@ def draw_kept(shape: Sequence[int], dropout: float) -> Tensor:
     Shape:
         ``(..., ceil(n / 8))`` for ``(..., n)``, uint8; the lowest bit of a byte comes first.
     """
+    return _draw_kept(list(shape), float(dropout))
+
+
+@torch.library.custom_op("hf_comera::draw_kept", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _draw_kept(shape: Sequence[int], dropout: float) -> Tensor:
     *rows, last = shape
     width = -(-last // 8)
     bits = torch.empty(prod(rows) * width, dtype=torch.uint8, device="cpu")
     threshold = _dropped_levels(dropout) - _LEVELS // 2
-    stop = _CHUNK_BYTES if isinstance(bits, FakeTensor) else len(bits)  # what has no entries needs one chunk
-    with torch._C.DisableTorchFunction():  # whoever watches calls would pay for each chunk
-        for start in range(0, min(stop, len(bits)), _CHUNK_BYTES):
-            part = bits[start : start + _CHUNK_BYTES]
-            words = torch.empty(2 * len(part), dtype=torch.int64, device="cpu").random_(-(2**63), None)
-            part.copy_(pack_bits(words.view(torch.int16) >= threshold))
+    for start in range(0, len(bits), _CHUNK_BYTES):
+        part = bits[start : start + _CHUNK_BYTES]
+        words = torch.empty(2 * len(part), dtype=torch.int64, device="cpu").random_(-(2**63), None)
+        part.copy_(pack_bits(words.view(torch.int16) >= threshold))
     return bits.view(*rows, width)
+
+
+@_draw_kept.register_fake
+def _(shape: Sequence[int], dropout: float) -> Tensor:
+    return torch.empty(*shape[:-1], -(-shape[-1] // 8), dtype=torch.uint8, device="cpu")
 
 
 def kept_factors(bits: Tensor, size: int, value: float, dtype: torch.dtype) -> Tensor:

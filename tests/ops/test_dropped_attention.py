@@ -137,7 +137,7 @@ def test_whoever_watches_calls_sees_one():
 
     with Watch():
         dropped_attention(*parts, bits, share=0.625, scale=1.0)
-    assert seen == [dropped_attention]
+    assert seen == [torch.ops.hf_comera.dropped_attention.default]
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
@@ -176,3 +176,12 @@ def test_estimates_do_not_pay_for_each_chunk(monkeypatch):
         with CountOperations() as count:
             dropped_attention(*parts, bits, share=0.5, scale=1.0).sum().backward()
     assert count.total < 1000  # with 4096 chunks
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_operator_is_well_formed(masked):
+    query, key, value = (torch.randn(2, 5, *size, 4, requires_grad=True) for size in ((3,), (), ()))
+    bits = draw_kept((2, 5, 3, 5), 0.4)
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril() if masked else None
+    arguments = (query, key, value, bits, mask, 0.6, not masked, 0.5)
+    torch.library.opcheck(torch.ops.hf_comera.dropped_attention.default, arguments)
