@@ -177,8 +177,8 @@ def attach(model: PreTrainedModel, config: ComeraConfig, errors: dict[str, float
     _warn_of_errors(errors or {})
     _record_all_layers(model)
     fuse(model)
-    if isinstance(block := HeadAndLoss.of(model), HeadAndLoss):
-        model.__dict__["head_and_loss"] = block
+    if isinstance(HeadAndLoss.of(model), HeadAndLoss):
+        set_head_and_loss(model)
     return model
 
 

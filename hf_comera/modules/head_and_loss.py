@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_outputs
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.utils.generic import ModelOutput
 
@@ -56,11 +56,13 @@ class HeadAndLoss:
         head: Name of the child of the model from whose result logits are.
         projection: Name of the layer in it that makes logits of hidden states; ``""`` for the head itself.
         loss: ``"mean"`` or ``"loss_function"``.
+        decodes: Whether the model makes the inputs of its decoder from the labels.
     """
 
     head: str
     projection: str
     loss: str
+    decodes: bool
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> HeadAndLoss | str:
@@ -78,7 +80,8 @@ class HeadAndLoss:
         width = getattr(model.config.get_text_config(), "hidden_size", 0)
         if not _hands_on(model.get_submodule(head), inner, width):
             return f"{head!r} does something to the logits"
-        return cls(head, inner, loss)
+        decodes = "decoder_input_ids" in inspect.signature(type(model).forward).parameters
+        return cls(head, inner, loss, decodes)
 
     def applies(self, model: PreTrainedModel, options: dict[str, Any]) -> bool:
         """Whether a call of ``model`` with ``options`` is one of training with labels that the block can serve."""
@@ -94,6 +97,8 @@ class HeadAndLoss:
         projection = model.get_submodule(f"{self.head}.{self.projection}".rstrip("."))
         if projection is not model.get_output_embeddings() or not _is_plain(model.get_submodule(self.head)):
             return False
+        if torch.compiler.is_compiling() and not _Headless.fits(model, self.head):
+            return False
         size = getattr(model.config.get_text_config(), "vocab_size", None)
         return _is_projection(projection) and size in (None, projection.out_features)
 
@@ -103,23 +108,28 @@ class HeadAndLoss:
         """What ``own_forward`` returns, the logits not yet computed."""
         labels = options["labels"]
         options = {**options, "labels": None}
-        decodes = "decoder_input_ids" in inspect.signature(own_forward).parameters
-        if decodes and options.get("decoder_input_ids") is None and options.get("decoder_inputs_embeds") is None:
+        if self.decodes and options.get("decoder_input_ids") is None and options.get("decoder_inputs_embeds") is None:
             options["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
             options["use_cache"] = False
-        outputs = own_forward(_with_child(model, self.head, HandOn()), *args, **options)
-        return self._with_loss(model, outputs, labels, options)
+        compiling = torch.compiler.is_compiling()
+        headless = model.headless if compiling else _Headless.of(model, self)
+        outputs = own_forward(headless.model, *args, **options)
+        if compiling and type(outputs) not in _deferring:  # type: ignore[comparison-overlap]
+            return own_forward(model, *args, **{**options, "labels": labels})
+        return self._with_loss(model, headless, outputs, labels, options)
 
     def _with_loss(
-        self, model: PreTrainedModel, outputs: ModelOutput, labels: Tensor, options: dict[str, Any]
+        self, model: PreTrainedModel, headless: _Headless, outputs: ModelOutput, labels: Tensor, options: dict[str, Any]
     ) -> ModelOutput:
         """``outputs``, whose logits are hidden states, with the loss and with logits that are computed when read."""
-        loss = self._loss(model, outputs.logits, labels, options)
-        fields = {name: outputs.__dict__.get(name) for name in type(outputs).__dataclass_fields__}
+        loss = self._loss(model, headless, outputs.logits, labels, options)
+        fields = {name: getattr(outputs, name, None) for name in type(outputs).__dataclass_fields__}
         fields |= {"loss": loss, "logits": DeferredLogits(model.get_submodule(self.head), outputs.logits)}
-        return _deferring(type(outputs))(**fields)
+        return _deferring[type(outputs)](**fields)
 
-    def _loss(self, model: PreTrainedModel, hidden: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+    def _loss(
+        self, model: PreTrainedModel, headless: _Headless, hidden: Tensor, labels: Tensor, options: dict[str, Any]
+    ) -> Tensor:
         ignored, total = IGNORED, None
         if self.loss == LOSS_FUNCTION:
             ignored, total = options.get("ignore_index", IGNORED), options.get("num_items_in_batch")
@@ -131,10 +141,10 @@ class HeadAndLoss:
         if labels.numel() == hidden.shape[:-1].numel():  # else the operator says what is needed
             labels = labels.reshape(hidden.shape[:-1])
         if self.projection and labels.shape == hidden.shape[:-1]:  # what is before it, for labelled tokens only
-            if not is_recorded(hidden):
+            if not is_recorded(hidden) and not torch.compiler.is_compiling():
                 places = (labels.flatten() != ignored).nonzero()[:, 0] if has_values(hidden) else _all(labels)
                 hidden, labels = hidden.flatten(0, -2)[places], labels.flatten()[places]
-            hidden = _with_child(head, self.projection, HandOn())(hidden)
+            hidden = headless.head(hidden)
         projection = head.get_submodule(self.projection)
         summed = head_cross_entropy(hidden, _table(projection), projection.bias, labels, ignore_index=ignored)
         if self.loss == LOSS_FUNCTION:  # which computes in float32, whatever the model
@@ -158,7 +168,8 @@ def set_head_and_loss(model: PreTrainedModel, enabled: bool = True) -> None:
         ValueError: If ``model`` is none for which there is a block, with the reason; without a block, ``enabled`` may
             be False.
     """
-    model.__dict__.pop("head_and_loss", None)
+    for name in ("head_and_loss", "headless"):
+        model.__dict__.pop(name, None)
     if vars(model).get("forward") is not None and hasattr(model.forward, "of_head_and_loss"):
         del model.forward
     if not enabled:
@@ -170,6 +181,8 @@ def set_head_and_loss(model: PreTrainedModel, enabled: bool = True) -> None:
             "loss, as with enabled=False."
         )
     model.__dict__["head_and_loss"] = block
+    model.__dict__["headless"] = headless = _Headless.of(model, block)
+    headless.model.training = headless.head.training = True  # it serves training only
     if not hasattr(type(model).forward, "of_head_and_loss"):  # a dense model
         model.forward = types.MethodType(head_and_loss_forward(type(model).forward), model)
 
@@ -206,7 +219,8 @@ class DeferredLogits:
 
     def __init__(self, head: nn.Module, hidden: Tensor) -> None:
         self._head, self._hidden = head, hidden
-        self._versions = _versions(head)
+        # compiled code cannot ask for versions: a head that has changed is not noticed there
+        self._versions = None if torch.compiler.is_compiling() else _versions(head)
         self._autocast = autocast_dtype(hidden)
         self.dtype = self._autocast
         """Of the logits, for those who convert outputs."""
@@ -223,7 +237,7 @@ class DeferredLogits:
         Raises:
             RuntimeError: If the head has changed since the forward pass.
         """
-        if _versions(self._head) != self._versions:
+        if self._versions is not None and _versions(self._head) != self._versions:
             raise RuntimeError(
                 "outputs.logits is computed when it is read, and the head has changed since the forward pass, so "
                 "these would be other logits. Read them before the optimizer steps, or call "
@@ -272,9 +286,49 @@ class _DeferringOutput:
         return ordinary, tuple(getattr(self, name) for name in ordinary.__dataclass_fields__)
 
 
-@functools.cache
-def _deferring(output_class: type[ModelOutput]) -> type[ModelOutput]:
-    return type(output_class.__name__, (_DeferringOutput, output_class), {"__module__": __name__})
+class _DeferringClasses(dict[type[ModelOutput], type[ModelOutput]]):
+    """For each class of outputs the one that defers logits; compiled code finds those that are there."""
+
+    def __missing__(self, output_class: type[ModelOutput]) -> type[ModelOutput]:
+        made = type(output_class.__name__, (_DeferringOutput, output_class), {"__module__": __name__})
+        return self.setdefault(output_class, made)
+
+
+_deferring = _DeferringClasses()
+for _output_class in (
+    modeling_outputs.CausalLMOutput,
+    modeling_outputs.CausalLMOutputWithCrossAttentions,
+    modeling_outputs.CausalLMOutputWithPast,
+    modeling_outputs.MaskedLMOutput,
+    modeling_outputs.MoeCausalLMOutputWithPast,
+    modeling_outputs.Seq2SeqLMOutput,
+):
+    _deferring[_output_class]
+
+
+class _Headless:
+    """A model whose head hands hidden states on, and that head without its projection; they share all else.
+
+    Compiled code cannot make one, and takes that of ``model.headless``.
+    """
+
+    def __init__(self, model: nn.Module, head: nn.Module) -> None:
+        self.model, self.head = model, head
+
+    @classmethod
+    def of(cls, model: nn.Module, block: HeadAndLoss) -> _Headless:
+        """That of ``model`` as it is."""
+        head = model.get_submodule(block.head)
+        return cls(_with_child(model, block.head, HandOn()), _with_child(head, block.projection, HandOn()))
+
+    @staticmethod
+    def fits(model: nn.Module, head: str) -> bool:
+        """Whether ``model.headless`` still shares all children of ``model`` but the head."""
+        headless = model.__dict__.get("headless")
+        if headless is None or not headless.model.training:
+            return False
+        children = headless.model._modules
+        return all(children.get(name) is child for name, child in model._modules.items() if name != head)
 
 
 def _with_child(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
@@ -289,9 +343,9 @@ def _with_child(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
 
 
 def _is_followed() -> bool:
-    """Whether a compiler, an exporter or a transform follows the tensors, which takes the model's own forward."""
+    """Whether an exporter or a transform follows the tensors, which takes the model's own forward."""
     return (
-        torch.compiler.is_compiling() or torch._C._get_tracing_state() or torch._C._are_functorch_transforms_active()
+        torch.compiler.is_exporting() or torch._C._get_tracing_state() or torch._C._are_functorch_transforms_active()
     )
 
 

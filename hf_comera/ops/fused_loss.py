@@ -60,7 +60,8 @@ def head_cross_entropy(
     with_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable)
     flat = x.reshape(-1, x.shape[-1]), labels.to(x.device, torch.int64).reshape(-1)
     with without_autocast(x):
-        fixed = is_recorded(x) or not has_values(x)
+        compiled_for_gpu = x.is_cuda and torch.compiler.is_compiling()  # may be recorded in a CUDA graph
+        fixed = is_recorded(x) or not has_values(x) or compiled_for_gpu
         loss, *_ = _head_cross_entropy(
             flat[0], weight, bias, flat[1], ignore_index, with_gradients=with_gradients, fixed_shapes=fixed
         )
@@ -75,7 +76,7 @@ def _check_labels(x: Tensor, labels: Tensor, vocabulary: int, ignore_index: int)
             f"labels has shape {tuple(labels.shape)}, but there are tokens of shape {tuple(x.shape[:-1])}. Give an id "
             f"for each token, or {ignore_index} where there is none."
         )
-    if labels.device.type != "cpu" or not has_values(labels) or is_recorded(labels):
+    if labels.device.type != "cpu" or not has_values(labels) or is_recorded(labels) or torch.compiler.is_compiling():
         return
     wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))]
     if wrong.numel():
