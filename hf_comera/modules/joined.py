@@ -112,6 +112,8 @@ class JoinedProjections:
                 return "a layer is gone"
             if member._forward_hooks:
                 return "a hook watches the output of a layer"
+            if member.prefers_dense:
+                return "its ranks are so high that a layer is multiplied as a dense matrix"
             size, left_over = divmod(member.out_features, self._heads())
             needed = padded_rank(member.middle_rank + (member.bias is not None))
             if left_over or needed > size:
@@ -156,7 +158,8 @@ class JoinedProjections:
         members = [self._members[place]() for place in sorted(self._members)]
         if not self.enabled or None in members:
             return []
-        joining = [member for member in members if member is not None and member.joins(x)]
+        needing_codes = (one for one in members if one is not None and not (one.is_removed or one.prefers_dense))
+        joining = list(needing_codes)
         if not joining or joining[0] is not layer:
             return []
         can_join = (one.in_features == layer.in_features and can_keep(one.train_parameters()) for one in joining)

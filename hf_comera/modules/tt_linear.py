@@ -9,22 +9,20 @@ from torch import Tensor, nn
 from hf_comera.modules.base import TensorTrainModule, removed_output
 from hf_comera.modules.halves_bank import HalvesBank
 from hf_comera.modules.joined import JoinedProjections
-from hf_comera.modules.planned_path import planned_path
 from hf_comera.modules.stamp import can_keep
 from hf_comera.modules.unwritten import Unwritten, can_stand_in
 from hf_comera.modules.unwritten_heads import UnwrittenHeads, is_worth_codes
 from hf_comera.modules.wide_hidden import WideHidden, pays
-from hf_comera.ops.halves import layer_halves
+from hf_comera.ops.dense_linear import dense_linear
+from hf_comera.ops.halves import layer_halves, padded_rank
 from hf_comera.ops.kernel_switch import kernels_are_wanted
 from hf_comera.ops.low_rank_linear import low_rank_linear
-from hf_comera.ops.path_linear import dense_linear, path_linear
 from hf_comera.ops.precision import autocast_dtype, chain_dtype, without_autocast
 from hf_comera.ops.rank_activation import check_rank_activation, shrinkage
 from hf_comera.ops.tt_linear import activate, bias_as_rank, from_code, to_code
-from hf_comera.tt.contraction import apply_parts, build_parts
+from hf_comera.tt import planner
 from hf_comera.tt.cores import contract_left, contract_right, core_shapes, draw_cores
 from hf_comera.tt.decomposition import tt_svd
-from hf_comera.tt.path import ContractionPath
 from hf_comera.tt.shapes import check_factors, factorize, useful_ranks
 
 __all__ = ["TTLinear"]
@@ -127,8 +125,8 @@ class TTLinear(TensorTrainModule):
             if (heads := self._code_heads(x)) is not None:
                 return UnwrittenHeads.of_bias(x, self.out_features, self.bias, heads)
             return removed_output(x, self.out_features, self.bias)
-        if not isinstance(x, Unwritten) and (path := self._other_path(x)) is not None:
-            return self._along(path, x)
+        if self.prefers_dense and not isinstance(x, Unwritten):
+            return self._dense_product(x)
         left, right = self._halves(autocast_dtype(x))
         if isinstance(x, Unwritten) and not x.stays_unwritten(left):
             x = x.real()
@@ -167,21 +165,11 @@ class TTLinear(TensorTrainModule):
         """Numbers of the code, without padding."""
         return self.ranks[len(self.in_factors) - 1]
 
-    def path(self, rows: int, dtype: torch.dtype, *, training: bool) -> ContractionPath:
-        """The contraction path that the layer takes for ``rows`` rows of input, once ranks are rounded up.
-
-        It is planned for assumed speeds of a device, so that it is the same in every process and after a restart.
-        Where attention takes the code as it is, there has to be one: no path of its own saves as much.
-        """
-        sizes = (self.in_factors, self.out_factors, self.in_features, self.out_features)
-        best, two_sided = planned_path(sizes, self.ranks, max(1, rows), dtype, self.core_0.is_cuda, training=training)
-        if self.rank_activation is not None or (best is not two_sided and self.code_heads(rows) is not None):
-            return two_sided
-        return best
-
-    def joins(self, x: Tensor) -> bool:
-        """Whether the layer needs the code of ``x``, which siblings can make together."""
-        return not self.is_removed and self._other_path(x) is None
+    @property
+    def prefers_dense(self) -> bool:
+        """Whether the layer takes the dense path: a matter of sizes and ranks, so decided anew after each cut."""
+        rank = padded_rank(self.middle_rank)
+        return self.rank_activation is None and planner.prefers_dense(self.in_features, self.out_features, rank)
 
     def code_heads(self, rows: int) -> int | None:
         """Heads of the attention that takes the code as it is; None if there is none, or ``rows`` rows are few.
@@ -193,26 +181,14 @@ class TTLinear(TensorTrainModule):
         worth = is_worth_codes(rows, self.out_features) or self.joined.is_cached
         return self.joined.num_code_heads if worth else None
 
-    def _other_path(self, x: Tensor) -> ContractionPath | None:
-        """The path to take, if it is not the two-sided one; None also in compiled code, which cannot plan."""
-        if self.rank_activation is not None or torch.compiler.is_compiling() or torch._C._get_tracing_state():
-            return None
-        training = torch.is_grad_enabled() and (x.requires_grad or self.core_0.requires_grad)
-        path = self.path(x.numel() // self.in_features, autocast_dtype(x), training=training)
-        return None if path.kind == "two-sided" else path
-
-    def _along(self, path: ContractionPath, x: Tensor) -> Tensor:
-        """What the layer computes, along a path that is not two-sided; its parts are kept where nothing trains."""
+    def _dense_product(self, x: Tensor) -> Tensor:
+        """What the layer computes along the dense path; its matrix is kept where nothing trains."""
         dtype = autocast_dtype(x)
-        if not torch.is_grad_enabled() and can_keep(self.train_parameters()):
-            cores = [core.to(chain_dtype(core)) for core in self.gated_cores()]
-            parts = self.halves_bank.kept(self, dtype, path.label, lambda: build_parts(cores, path, dtype))
-            with without_autocast(x):
-                y = apply_parts(x.to(dtype), parts, path)
-                return y if self.bias is None else y + self.bias.to(dtype)
-        if path.kind == "dense":
+        if torch.is_grad_enabled() or not can_keep(self.train_parameters()):
             return dense_linear(x, *self._halves(dtype), self.bias)
-        return path_linear(x, self.gated_cores(), path, self.bias)
+        with without_autocast(x):
+            weight, bias = self.halves_bank.dense_matrix(self, dtype), self.bias
+            return nn.functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
 
     def _halves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``left (R, in_features)`` and ``right (R, out_features)`` in ``dtype``; R is the padded middle rank."""
