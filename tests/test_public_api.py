@@ -52,7 +52,6 @@ PUBLIC = {
     "hf_comera.ops": {
         "dense_linear",
         "low_rank_linear",
-        "path_linear",
         "tt_linear",
         "ttm_lookup",
         "ttm_project",

@@ -1,7 +1,6 @@
 """``explain``: what the layers of a compressed model cost against dense ones, and what stands in the way of speed."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,15 +8,39 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from hf_comera.compress.family_costs import FamilyCost, embedding_cost, linear_cost
-from hf_comera.compress.speed_notes import speed_notes
-from hf_comera.modules import TensorTrainModule, TTLinear, TTMEmbedding
-from hf_comera.ops.float32_products import uses_tf32
-from hf_comera.tt.machine import CPU_THREAD, H200, H200_TF32, Machine, calibrated_cpu
+from hf_comera.compress.speed_notes import fused_layers, speed_notes
+from hf_comera.modules import TensorTrainModule, TTLinear
+from hf_comera.ops.halves import padded_rank
+from hf_comera.tt.planner import RULE, Product, half_products, path_products, total_cost
 
-__all__ = ["Explanation", "explain"]
+__all__ = ["Explanation", "FamilyCost", "explain"]
 
 WIDTH = 119
+SHOWN_NAMES = 2
+
+_Family = tuple[tuple[str, ...], TensorTrainModule]
+"""Names of equal layers, and one of them."""
+
+
+@dataclass(frozen=True)
+class FamilyCost:
+    """A family of equal layers. Costs are those of one of them; an embedding, which looks up, has none."""
+
+    label: str
+    count: int
+    """How many layers."""
+    factors: tuple[tuple[int, ...], tuple[int, ...]]
+    """Of the input and of the output."""
+    ranks: tuple[int, ...]
+    path: str = ""
+    """``"low-rank"`` or ``"dense"``; ``"lookup"`` of an embedding, ``"removed"`` where no rank is left."""
+    extra: str = ""
+    """The block that computes the layer together with others."""
+    flops: int = 0
+    dense_flops: int = 0
+    bytes: int = 0
+    """Read and written."""
+    dense_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +52,15 @@ class Explanation:
     batch_size: int
     seq_len: int
     training: bool
-    machine: Machine
 
     @property
-    def speedup(self) -> float | None:
-        """Predicted for all linear layers together; None if there are none."""
-        linears = [row for row in self.rows if row.seconds is not None and row.dense_seconds is not None]
-        seconds = sum(row.count * (row.seconds or 0.0) for row in linears)
-        return sum(row.count * (row.dense_seconds or 0.0) for row in linears) / seconds if seconds else None
+    def flops_ratio(self) -> float | None:
+        """FLOPs of all dense linear layers over those of the compressed ones; None if there are none."""
+        flops = sum(row.count * row.flops for row in self.rows if row.dense_flops)
+        return sum(row.count * row.dense_flops for row in self.rows) / flops if flops else None
 
     def __str__(self) -> str:
-        """The table, in at most 119 columns."""
+        """The table, in at most 119 columns, and the notes."""
         console = Console(width=WIDTH, record=False, no_color=True)
         with console.capture() as capture:
             console.print(self.__rich__())
@@ -52,38 +73,32 @@ class Explanation:
         table = Table(title="Cost of a layer", caption=self._caption(), show_edge=False, pad_edge=False)
         for heading in ("layers", "factors", "ranks", "path"):
             table.add_column(heading, overflow="fold")
-        for heading in ("count", "FLOPs", "bytes", "predicted"):
+        for heading in ("count", "FLOPs", "bytes"):
             table.add_column(heading, justify="right", no_wrap=True)
         for row in self.rows:
-            factors = "x".join(map(str, row.in_factors)) + " -> " + "x".join(map(str, row.out_factors))
-            flops = _against(row.flops, row.dense_flops)
-            predicted = "" if row.speedup is None else f"{row.speedup:.1f}x"
-            ranks = " ".join(map(str, row.ranks))
-            costs = (flops, _against(row.bytes, row.dense_bytes), predicted)
+            factors = " -> ".join("x".join(map(str, side)) for side in row.factors)
             path = f"{row.path}, {row.extra}" if row.extra else row.path
-            table.add_row(row.label, factors, ranks, path, str(row.count), *costs)
+            costs = _against(row.flops, row.dense_flops), _against(row.bytes, row.dense_bytes)
+            table.add_row(row.label, factors, " ".join(map(str, row.ranks)), path, str(row.count), *costs)
         return table
 
     def _caption(self) -> str:
-        passes = "forward and backward" if self.training else "forward, parts of the paths cached"
-        total = "" if self.speedup is None else f" All linear layers together: {self.speedup:.1f}x."
+        passes = "forward and backward" if self.training else "forward, halves kept"
+        together = "" if self.flops_ratio is None else f" FLOPs of all linear layers: {self.flops_ratio:.1f}x less."
         return (
-            f"{self.batch_size} x {self.seq_len} rows, {passes}; in brackets and on the right: how many times less "
-            f"than dense.{total} Times are predicted for {self.machine.name} ({self.machine.source})."
+            f"{self.batch_size} x {self.seq_len} rows, {passes}; counted, not timed; in brackets: how many times less "
+            f"than dense.{together} Path: {RULE}."
         )
 
 
-def explain(
-    model: nn.Module, batch_size: int, seq_len: int, *, training: bool = True, machine: Machine | None = None
-) -> Explanation:
-    """What every family of equal tensor-train layers costs, along the path with the least predicted time.
+def explain(model: nn.Module, batch_size: int, seq_len: int, *, training: bool = True) -> Explanation:
+    """What every family of equal tensor-train layers costs along the path that it takes, and what is off and why.
 
     Args:
         model: A compressed model; may live on the meta device.
         batch_size: Sequences in a batch. Every layer is taken to see all tokens, which poolers and heads may not.
         seq_len: Tokens in a sequence; 1 for generation with a cache.
-        training: Whether forward and backward are meant, or a forward pass with the parts of all paths cached.
-        machine: What times are predicted for. Default: this CPU, calibrated, or an H200 if the model is on a GPU.
+        training: Whether forward and backward are meant, or a forward pass with all that is kept in evaluation.
 
     Raises:
         ValueError: If a size is not positive.
@@ -93,70 +108,86 @@ def explain(
             raise ValueError(
                 f"{name}={size} must be at least 1, for example explain(model, batch_size=32, seq_len=128)."
             )
-    families = _families(model)
+    fused = fused_layers(model)
+    families = _families(model, fused)
     device, dtype = _device_and_dtype(families)
-    machine = machine or default_machine(device, dtype)
-    rows = []
-    for names, module in families:
-        if isinstance(module, TTLinear):
-            rows.append(linear_cost(names, module, batch_size * seq_len, training, machine, dtype))
-        elif isinstance(module, TTMEmbedding):
-            rows.append(embedding_cost(names, module, batch_size * seq_len, training))
-    times = Counter(name for row in rows for name in row.plain_names)
-    rows = [replace(row, has_namesakes=any(times[name] > 1 for name in row.plain_names)) for row in rows]
-    return Explanation(
-        rows=tuple(rows),
-        notes=speed_notes(model, rows, device, dtype, machine),
-        batch_size=batch_size,
-        seq_len=seq_len,
-        training=training,
-        machine=machine,
-    )
+    rows = [
+        replace(
+            _cost(label, names, layer, batch_size * seq_len, dtype, training=training),
+            extra=fused.get(layer, "") if isinstance(layer, TTLinear) else "",
+        )
+        for label, (names, layer) in zip(_labels(families), families, strict=True)
+    ]
+    notes = speed_notes(model, rows, device, dtype)
+    return Explanation(rows=tuple(rows), notes=notes, batch_size=batch_size, seq_len=seq_len, training=training)
 
 
-def default_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """What a model on ``device`` is predicted for."""
-    if device.type == "cuda":
-        return H200_TF32 if uses_tf32() else H200
-    return CPU_THREAD if device.type == "mps" else calibrated_cpu(dtype)
+def _cost(
+    label: str, names: tuple[str, ...], layer: TensorTrainModule, rows: int, dtype: torch.dtype, *, training: bool
+) -> FamilyCost:
+    """One of the equal layers, without bias; training builds the halves, in evaluation they are at hand."""
+    family = FamilyCost(label, len(names), (layer.in_factors, layer.out_factors), layer.ranks)
+    if not isinstance(layer, TTLinear):
+        return replace(family, path="removed" if layer.is_removed else "lookup")
+    inputs, outputs = layer.in_features, layer.out_features
+    dense_flops, dense_bytes = total_cost([Product(rows, inputs, outputs, dtype)], training=training)
+    family = replace(family, dense_flops=dense_flops, dense_bytes=dense_bytes)
+    if layer.is_removed:
+        return replace(family, path="removed")
+    middle, rank = len(layer.in_factors) - 1, padded_rank(layer.middle_rank)
+    products = path_products(layer.prefers_dense, (rows, inputs, rank, outputs), dtype, kept=not training)
+    if training:
+        chain = torch.promote_types(layer.cores()[0].dtype, torch.float32)
+        products += half_products(layer.in_factors, (*layer.ranks[:middle], rank), chain)
+        products += half_products(layer.out_factors[::-1], (*layer.ranks[middle + 1 :][::-1], rank), chain)
+    flops, num_bytes = total_cost(products, training=training)
+    path = "dense" if layer.prefers_dense else "low-rank"
+    return replace(family, path=path, flops=flops, bytes=num_bytes)
 
 
-def _families(model: nn.Module) -> list[tuple[tuple[str, ...], TensorTrainModule]]:
-    """Names of equal layers, and one of them; in the order of the model."""
+def _families(model: nn.Module, fused: dict[TTLinear, str]) -> list[_Family]:
+    """In the order of the model."""
     families: dict[object, tuple[list[str], TensorTrainModule]] = {}
     for name, module in model.named_modules():
         if isinstance(module, TensorTrainModule):
             sizes = (*module.weight_shape(), module.in_factors, module.out_factors, module.ranks)
-            group = getattr(module, "joined", None)
-            together = None if group is None else (group.enabled, group.num_members, group.num_code_heads)
-            wired = (together, getattr(module, "is_wide", False), getattr(module, "transposed", False))
-            key = (type(module), *sizes, *wired)
-            families.setdefault(key, ([], module))[0].append(name)
+            wired = fused.get(module, ""), getattr(module, "transposed", False)  # type: ignore[call-overload]
+            families.setdefault((type(module), *sizes, *wired), ([], module))[0].append(name)
     return [(tuple(names), module) for names, module in families.values()]
 
 
-def _device_and_dtype(
-    families: Iterable[tuple[tuple[str, ...], TensorTrainModule]],
-) -> tuple[torch.device, torch.dtype]:
+def _labels(families: list[_Family]) -> list[str]:
+    """The last two parts of the names without numbers; the first names whole, where another family has those too."""
+    plain = [
+        dict.fromkeys(".".join(part for part in name.split(".") if not part.isdigit()) for name in names)
+        for names, _ in families
+    ]
+    times, labels = Counter(name for group in plain for name in group), []
+    for group, (names, _) in zip(plain, families, strict=True):
+        if any(times[name] > 1 for name in group) or "" in group:
+            more = len(names) - SHOWN_NAMES
+            labels.append(", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else ""))
+        else:
+            labels.append(", ".join(dict.fromkeys(".".join(name.split(".")[-2:]) for name in group)))
+    return labels
+
+
+def _device_and_dtype(families: list[_Family]) -> tuple[torch.device, torch.dtype]:
     """Where the linear layers are and what they compute in, autocast considered."""
-    cores = [module.cores()[0] for _, module in families]
-    if not cores:
+    if not families:
         return torch.device("cpu"), torch.float32
-    device = cores[-1].device
-    kind = "cpu" if device.type == "meta" else device.type
-    if torch.is_autocast_enabled(kind):
-        return device, torch.get_autocast_dtype(kind)
-    return device, cores[-1].dtype
+    core = families[-1][1].cores()[0]
+    kind = "cpu" if core.device.type == "meta" else core.device.type
+    return core.device, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else core.dtype
 
 
 def _against(compressed: int, dense: int) -> str:
-    """A figure and, in brackets, how many times smaller than dense."""
+    """A figure and, in brackets, how many times smaller than dense; nothing where nothing is counted."""
+    if not dense:
+        return ""
     shown = f"{compressed:.0f}"
     for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if compressed >= unit:
             shown = f"{compressed / unit:.3g} {letter}"
             break
-    if not dense or not compressed:
-        return shown
-    ratio = dense / compressed
-    return f"{shown} ({ratio:.1f}x)" if ratio >= 1 else f"{shown} ({ratio:.1g}x)"
+    return f"{shown} ({dense / compressed:.1f}x)" if compressed else shown

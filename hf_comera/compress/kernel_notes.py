@@ -38,12 +38,6 @@ def _about_halves(layers: list[tuple[str, TTLinear]], dtype: torch.dtype) -> Ite
     if len(refused) < len(layers):
         yield f"CUDA kernels make the halves of {len(layers) - len(refused)} layers in one call, and their gradients."
     yield from _left_to_torch("Halves", refused)
-    alone = sum(not layer.has_siblings for _, layer in layers)
-    if layers:
-        yield (
-            f"CUDA kernels make both products of a layer in one call for up to {alone} layers; the other "
-            f"{len(layers) - alone} share a product with siblings, in plain torch."
-        )
 
 
 def _about_lookups(layers: list[tuple[str, TTMEmbedding]]) -> Iterator[str]:

@@ -16,7 +16,9 @@ from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.matching import COMPRESSIBLE_TYPES, pattern_value, select_layers
 from hf_comera.compress.targets import ALL_LINEAR
 from hf_comera.modules import TensorTrainModule
+from hf_comera.ops.halves import padded_rank
 from hf_comera.tt.cores import count_parameters
+from hf_comera.tt.planner import RULE, prefers_dense
 from hf_comera.tt.shapes import balanced_factors, check_factors, check_ranks, factorize, useful_ranks
 
 __all__ = ["CompressionPlan", "LayerPlan", "plan"]
@@ -55,6 +57,13 @@ class LayerPlan:
         if self.kind == "tt_linear":
             return count_parameters((*self.in_factors, *self.out_factors), self.ranks)
         return count_parameters(_core_sizes(self.in_factors, self.out_factors), self.ranks)
+
+    @property
+    def prefers_dense(self) -> bool:
+        """Whether the layer multiplies by the dense matrix that its cores stand for; see ``tt/planner.py``."""
+        if self.kind != "tt_linear" or self.rank_activation is not None:
+            return False
+        return prefers_dense(self.in_size, self.out_size, padded_rank(self.ranks[len(self.in_factors) - 1]))
 
     def to_json(self) -> dict[str, Any]:
         """The entry of this layer in ``ComeraConfig.layers``."""
@@ -127,6 +136,9 @@ class CompressionPlan:
         notes = [f"{tied} uses the cores of {source}" for tied, source in self.ties.items()]
         if grown:
             notes.append(f"no smaller than dense at these ranks: {', '.join(grown)}; lower rank or exclude them")
+        dense = [layer.name for layer in self.layers if layer.prefers_dense]
+        if dense:
+            notes.append(f"multiplied as a dense matrix ({RULE}): {', '.join(dense)}")
         return "; ".join(notes) or None
 
 

@@ -1,130 +1,100 @@
-"""Notes on what keeps a compressed model from being fast here, each with the reason and what to do."""
+"""What is off in a compressed model and why, each with what to do: the one place where such notes are collected."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_comera.compress.family_costs import AS_CODES, IN_A_KERNEL, FamilyCost
 from hf_comera.compress.kernel_notes import kernel_notes
 from hf_comera.modules import TiedHead, TTLinear
+from hf_comera.modules.block import Block
 from hf_comera.modules.fast_dropout import FastDropout
 from hf_comera.modules.head_and_loss import LANGUAGE_MODELS, HeadAndLoss
-WORTH_A_CACHE = 1
 from hf_comera.ops.kept_bits import WORTH_BITS
 from hf_comera.ops.kernel_build import find_nvcc
-from hf_comera.ops.wide_code_kernels import MAX_RANK, WIDE_ACTIVATIONS
-from hf_comera.tt.machine import Machine
 
-__all__ = ["speed_notes"]
+if TYPE_CHECKING:
+    from hf_comera.compress.explain import FamilyCost
 
-LARGE = 512  # a product of this size in all directions runs at full speed
+__all__ = ["fused_layers", "speed_notes"]
 
 
 def speed_notes(
-    model: nn.Module, rows: Sequence[FamilyCost], device: torch.device, dtype: torch.dtype, machine: Machine
+    model: nn.Module, rows: Sequence["FamilyCost"], device: torch.device, dtype: torch.dtype
 ) -> tuple[str, ...]:
     """All notes that apply, the most general first."""
     return (
-        *_about_the_machine(device),
+        *_about_the_machine(device, dtype),
         *kernel_notes(model, device, dtype),
-        *_about_the_dtype(device, dtype, machine),
-        *_about_hidden_layers(rows),
-        *_about_siblings(model, rows, device),
+        *_about_blocks(model),
         *_about_dropout(model, device),
         *_about_head_and_loss(model),
-        *_about_the_model(model, rows),
+        *_about_paths(model, rows),
     )
 
 
-def _about_the_machine(device: torch.device) -> Iterator[str]:
+def fused_layers(model: nn.Module) -> dict[TTLinear, str]:
+    """The layers that a block computes together with others, and the name of the block."""
+    return {
+        layer: module.title
+        for module in model.modules()
+        if isinstance(module, Block) and module.is_complete and module.refusal() is None
+        for layer in module.fused_layers()
+    }
+
+
+def _about_the_machine(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
     if not torch.cuda.is_available():
         yield "No GPU: torch finds no CUDA device, so the model runs on the CPU."
     elif device.type != "cuda":
         yield f"A GPU is there, but the model is on {device.type!r}: model.to('cuda') moves it."
     if find_nvcc() is None:
         yield "No nvcc found: CUDA sources cannot be built, so operators run in plain torch."
-
-
-def _about_the_dtype(device: torch.device, dtype: torch.dtype, machine: Machine) -> Iterator[str]:
-    name = str(dtype).removeprefix("torch.")
-    rate, single = (machine.of(each).rate(LARGE, LARGE, LARGE) for each in (dtype, torch.float32))
     if dtype == torch.float64:
         yield "dtype float64: twice the bytes of float32 and half its speed at best; models train in float32 or less."
-    elif dtype.itemsize < 4 and rate <= single:
-        yield f"dtype {name}: products run no faster than in float32 here ({rate / single:.1f}x); it saves bytes only."
     elif dtype == torch.float32 and device.type == "cuda":
-        gain = machine.of(torch.bfloat16).flops / single
-        yield f"dtype float32: bfloat16 (bf16=True of the Trainer) multiplies up to {gain:.0f}x faster."
+        yield "dtype float32: bfloat16 (bf16=True of the Trainer) multiplies several times as fast on a GPU."
 
 
-def _about_head_and_loss(model: nn.Module) -> Iterator[str]:
-    if not isinstance(model, PreTrainedModel) or not type(model).__name__.endswith(LANGUAGE_MODELS):
-        return
-    block = HeadAndLoss.of(model)
-    if isinstance(block, str):
-        yield f"All logits exist while it trains, also of tokens without a label: {block}."
-    elif "head_and_loss" not in vars(model):
-        yield "Head and loss as one block is off: set_head_and_loss(model) computes logits for labelled tokens only."
-
-
-def _about_the_model(model: nn.Module, rows: Sequence[FamilyCost]) -> Iterator[str]:
+def _about_paths(model: nn.Module, rows: Sequence["FamilyCost"]) -> Iterator[str]:
     if not rows:
         yield (
             "No layer is in tensor-train form. Compress the model with get_comera_model(model, ComeraConfig(rank=30))."
         )
-    slow = [row for row in rows if row.speedup is not None and row.speedup < 1 and row.path != "dense"]
-    if slow:
-        yield (
-            f"No faster than dense: {'; '.join(map(_named, slow))}. {slow[0].rows:,} rows of these sizes are too "
-            "little work for these ranks. More rows in a batch, lower ranks, or exclude_modules."
-        )
-    dense = [row for row in rows if row.path == "dense"]
+    dense = [row.label for row in rows if row.path == "dense"]
     if dense:
         yield (
-            f"The dense matrix, built from the train, is the soonest way: {'; '.join(map(_named, dense))}. At these "
-            "ranks a train saves parameters, not time; lower the rank for speed."
+            f"The dense matrix, built from the train, is the soonest way: {'; '.join(dense)}. At these ranks a train "
+            "saves parameters at best, not time; lower the rank for speed."
+        )
+    slow = [row.label for row in rows if row.path == "low-rank" and row.flops > row.dense_flops]
+    if slow:
+        yield (
+            f"More FLOPs than dense: {'; '.join(slow)}. There are too few rows to make up for building the halves. "
+            "More rows in a batch, lower ranks, or exclude_modules."
         )
     heads = [name for name, module in model.named_modules() if isinstance(module, TiedHead)]
     if heads:
         yield f"Not in the table: {', '.join(heads)}, which multiplies with the table of the embedding."
 
 
-def _about_siblings(model: nn.Module, rows: Sequence[FamilyCost], device: torch.device) -> Iterator[str]:
-    joined = (getattr(module, "joined", None) for module in model.modules() if isinstance(module, TTLinear))
-    groups = list(dict.fromkeys(group for group in joined if group is not None))
-    off = [group for group in groups if not group.enabled]
-    if off:
-        yield (
-            f"{len(off)} groups of siblings are no longer joined: they were called with different inputs, so codes "
-            "made for all of them were made in vain."
-        )
-    if any(AS_CODES in row.extra for row in rows):
-        yield f"Outputs of layers marked {AS_CODES!r} are never written: they take less than the table counts."
-    attentions = [group for group in groups if group.num_members * group.num_parts == len(("query", "key", "value"))]
-    refusals = Counter(filter(None, (group.code_refusal() for group in attentions)))
-    for refusal, count in refusals.items():
-        yield f"{count} of {len(attentions)} attention layers do not attend to codes: {refusal}."
-    if attentions and not refusals and device.type == "cuda":
-        yield "Attention takes codes on a CPU only: on a GPU that has not been measured."
-    elif cached := [group for group in attentions if group.has_cache and group.code_refusal() is None]:
-        codes, wide = (sum(numbers) for numbers in zip(*(group.cached_numbers() for group in cached), strict=True))
-        tokens = math.ceil(WORTH_A_CACHE * 2 * len(cached) / wide)
-        yield (
-            f"In generation {len(cached)} attention layers cache {codes:,} numbers a token instead of {wide:,}, where "
-            f"prompts have {tokens:,} tokens or more, all texts of the batch together."
-        )
-
-
-def _about_hidden_layers(rows: Sequence[FamilyCost]) -> Iterator[str]:
-    if any(IN_A_KERNEL in row.extra for row in rows):
-        yield (
-            f"A hidden layer stays in a kernel if its activation is {', '.join(WIDE_ACTIVATIONS)}, gated or not, and "
-            f"the rank of the layer behind at most {MAX_RANK}; else it is written out."
-        )
+def _about_blocks(model: nn.Module) -> Iterator[str]:
+    blocks = [module for module in model.modules() if isinstance(module, Block) and module.is_complete]
+    refusals = Counter((block.title, reason) for block in blocks if (reason := block.refusal()) is not None)
+    for (title, reason), count in refusals.items():
+        total = sum(block.title == title for block in blocks)
+        yield f"{count} of {total} modules do without {title}: {reason}."
+    fused = fused_layers(model)
+    layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, TTLinear)}
+    alone = [name for layer, name in layers.items() if layer not in fused and not layer.is_removed]
+    if alone and not refusals:
+        others = f" and {len(alone) - 1} others" if len(alone) > 1 else ""
+        yield f"Layers that no block serves compute alone: {alone[0]}{others}."
+    if fused:
+        yield "Layers in a block never write their output, or only a part of it: they take less than the table counts."
 
 
 def _about_dropout(model: nn.Module, device: torch.device) -> Iterator[str]:
@@ -141,5 +111,11 @@ def _about_dropout(model: nn.Module, device: torch.device) -> Iterator[str]:
         )
 
 
-def _named(row: FamilyCost) -> str:
-    return f"{row.label} ({row.in_size} x {row.out_size}, {row.speedup:.1f}x)"
+def _about_head_and_loss(model: nn.Module) -> Iterator[str]:
+    if not isinstance(model, PreTrainedModel) or not type(model).__name__.endswith(LANGUAGE_MODELS):
+        return
+    block = HeadAndLoss.of(model)
+    if isinstance(block, str):
+        yield f"All logits exist while it trains, also of tokens without a label: {block}."
+    elif "head_and_loss" not in vars(model):
+        yield "Head and loss as one block is off: set_head_and_loss(model) computes logits for labelled tokens only."

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_comera.modules.lazy_weight import FREE_QUESTIONS
 import hf_comera.ops.dropped_attention  # noqa: F401  registers the operator
+from hf_comera.modules.lazy_weight import FREE_QUESTIONS
 from hf_comera.ops.kept_bits import drop
 
 __all__ = [

@@ -37,8 +37,20 @@ class Block:
         """The row of the table for modules of ``own_class``, or None if its forward is not in it."""
         raise NotImplementedError
 
+    title: ClassVar[str]
+    """What the block is called."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is a block by itself, and not a part of one that a module around it makes."""
+        return True
+
     def refusal(self) -> str | None:
         """Why the module's own forward runs instead of the block, or None if the block does."""
+        raise NotImplementedError
+
+    def fused_layers(self) -> list[TTLinear]:
+        """The layers that the block computes with, whose own forward it does not call."""
         raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -14,9 +14,9 @@ nobody else uses them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from hf_comera.modules.tt_linear import TTLinear
 
 __all__ = ["HalvesBank", "core_copies", "drop_kept_halves"]
-
-T = TypeVar("T")
 
 _banks: weakref.WeakSet[HalvesBank] = weakref.WeakSet()
 """All of this process."""
@@ -60,13 +58,13 @@ class HalvesBank:
         entry = self._entry(layer, dtype)
         return entry.left, entry.right
 
-    def kept(self, layer: TTLinear, dtype: torch.dtype, label: str, build: Callable[[], T]) -> T:
-        """What ``build`` makes of the cores of ``layer``, without a gradient; kept for as long as the halves hold."""
+    def dense_matrix(self, layer: TTLinear, dtype: torch.dtype) -> Tensor:
+        """What the halves of ``layer`` multiply to, ``(out, in)``, without a gradient; kept like them."""
         entry = self._entry(layer, dtype)
-        if label not in entry.others:
+        if entry.dense is None:
             with without_autocast(layer.core_0):
-                entry.others[label] = build()
-        return entry.others[label]
+                entry.dense = entry.right.T @ entry.left
+        return entry.dense
 
     def _entry(self, layer: TTLinear, dtype: torch.dtype) -> _Entry:
         """That of ``layer``, which holds."""
@@ -125,7 +123,8 @@ class _Entry:
     stamp: Stamp
     trained: tuple[bool, ...] | None
     """Which cores and gates the halves have a gradient for; None if they were built without."""
-    others: dict[str, Any] = field(default_factory=dict)
+    dense: Tensor | None = None
+    """The dense matrix, where the layer takes it and nothing trains."""
 
     def holds(self, tensors: list[Tensor], dtype: torch.dtype) -> bool:
         """Whether the halves can be used once more, for a layer with these cores and gates."""

@@ -119,7 +119,12 @@ class HeadAndLoss:
         return self._with_loss(model, headless, outputs, labels, options)
 
     def _with_loss(
-        self, model: PreTrainedModel, headless: _Headless, outputs: ModelOutput, labels: Tensor, options: dict[str, Any]
+        self,
+        model: PreTrainedModel,
+        headless: _Headless,
+        outputs: ModelOutput,
+        labels: Tensor,
+        options: dict[str, Any],
     ) -> ModelOutput:
         """``outputs``, whose logits are hidden states, with the loss and with logits that are computed when read."""
         loss = self._loss(model, headless, outputs.logits, labels, options)

@@ -28,7 +28,14 @@ from hf_comera.ops.halves import RANK_MULTIPLE, padded_rank
 from hf_comera.ops.latent_attention import absorbed_query, output_latent
 from hf_comera.ops.precision import autocast_dtype, without_autocast
 
-__all__ = ["ATTENTIONS", "WRAPPERS", "AttentionSpec", "LatentAttention", "LatentAttentionWithOutput", "attention_block"]
+__all__ = [
+    "ATTENTIONS",
+    "WRAPPERS",
+    "AttentionSpec",
+    "LatentAttention",
+    "LatentAttentionWithOutput",
+    "attention_block",
+]
 
 IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
 """Attention functions that take any head size; those of FlashAttention have tables of sizes."""
@@ -78,7 +85,12 @@ ATTENTIONS = {
     ),
     "db63e95ee026cf0f": AttentionSpec(_QKV, "o_proj"),  # ViT, DeiT, DINOv2
     "4c12c5163364a24c": AttentionSpec(  # SigLIP
-        _QKV, "out_proj", scaling="scale", dropout="dropout", options=(("is_causal", "is_causal"),), passes_options=False
+        _QKV,
+        "out_proj",
+        scaling="scale",
+        dropout="dropout",
+        options=(("is_causal", "is_causal"),),
+        passes_options=False,
     ),
     "59ef0030976f1d44": AttentionSpec(_QKV, "out_proj", scaling="scale", dropout="dropout"),  # CLIP
     "4b39dd6eb8d2173f": AttentionSpec(  # GPT-2
@@ -135,12 +147,23 @@ class _Projection(NamedTuple):
 class LatentAttention(Block):
     """Self-attention whose keys and values are latents."""
 
+    title = "latent attention"
     spec: ClassVar[AttentionSpec]
 
     @classmethod
     def row(cls, own_class: type[nn.Module]) -> AttentionSpec | None:
         """The row of this forward."""
         return ATTENTIONS.get(text_digest(own_class.forward) or "")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has its output projection."""
+        return self.spec.output is not None
+
+    def fused_layers(self) -> list[TTLinear]:
+        """Projections, and the output projection where it is a child."""
+        names = [*self.spec.projections, *([self.spec.output] if self.spec.output else [])]
+        return [_attribute(self, name) for name in names]
 
     def refusal(self, output: nn.Module | None = None) -> str | None:
         """Why the module's own forward runs, or None if the block does."""
@@ -183,6 +206,7 @@ class LatentAttention(Block):
 class LatentAttentionWithOutput(Block):
     """A module whose child ``self`` attends and whose child ``output`` has the output projection, as BERT's."""
 
+    title = LatentAttention.title
     spec: ClassVar[bool]
     """Whether it returns the weights too."""
 
@@ -190,6 +214,10 @@ class LatentAttentionWithOutput(Block):
     def row(cls, own_class: type[nn.Module]) -> bool | None:
         """The row of this forward."""
         return WRAPPERS.get(text_digest(own_class.forward) or "")
+
+    def fused_layers(self) -> list[TTLinear]:
+        """Projections and output projection."""
+        return [*self.self.fused_layers(), self.output.dense]  # type: ignore[attr-defined]
 
     def refusal(self) -> str | None:
         """Why the module's own forward runs, or None if the block does."""

@@ -6,7 +6,7 @@ Source: tiling: Arctic Long Sequence Training, arXiv:2506.13996 (TiledMLP); that
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -98,14 +98,19 @@ ACTIVATION_NAMES = {
 class _Fused(Block):
     """What all feed-forward blocks share."""
 
+    title = "a tiled MLP"
     spec: ClassVar[MLPSpec]
+
+    def fused_layers(self) -> list[TTLinear]:
+        """The layers into the hidden layer and out of it."""
+        spec, module = self.spec, cast(Any, self)
+        names = [spec.inner, spec.outer, *([spec.gate] if spec.gate not in (None, spec.inner) else [])]
+        return [module.get_submodule(str(name)) for name in names]
 
     def refusal(self) -> str | None:
         """Why the module's own forward runs, or None if the block does."""
-        spec = self.spec
-        names = [spec.inner, spec.outer, *([spec.gate] if spec.gate not in (None, spec.inner) else [])]
-        module: Any = self
-        if reason := layer_refusal(module.get_submodule(str(name)) for name in names):
+        spec, module = self.spec, cast(Any, self)
+        if reason := layer_refusal(self.fused_layers()):
             return reason
         function = _found(module, spec.activation)
         if _activation_name(function) is None:

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from hf_comera.modules.base import TensorTrainModule, removed_output
 from hf_comera.modules.halves_bank import HalvesBank
 from hf_comera.modules.stamp import can_keep
+from hf_comera.ops.dense_linear import dense_linear
 from hf_comera.ops.halves import RANK_MULTIPLE, layer_halves, padded_rank
-from hf_comera.ops.path_linear import dense_linear
 from hf_comera.ops.precision import autocast_dtype, chain_dtype, without_autocast
 from hf_comera.ops.tiled_mlp import HiddenInput
 from hf_comera.ops.tt_linear import bias_as_rank, from_code, to_code
+from hf_comera.tt import planner
 from hf_comera.tt.cores import contract_left, contract_right, core_shapes, draw_cores
 from hf_comera.tt.decomposition import tt_svd
 from hf_comera.tt.shapes import check_factors, factorize, useful_ranks
@@ -99,7 +100,7 @@ class TTLinear(TensorTrainModule):
         if self.is_removed:
             return removed_output(x, self.out_features, self.bias)
         if self.prefers_dense:
-            return dense_linear(x, *self.halves(autocast_dtype(x)), self.bias)
+            return self._dense_product(x)
         return self.from_latent(self.to_latent(x))
 
     def to_latent(self, x: Tensor) -> Tensor:
@@ -119,9 +120,17 @@ class TTLinear(TensorTrainModule):
 
     @property
     def prefers_dense(self) -> bool:
-        """Whether the rank is so high that a product with the dense matrix takes fewer multiplications."""
-        sizes = self.in_features, self.out_features
-        return padded_rank(self.middle_rank) > 0.75 * sizes[0] * sizes[1] / sum(sizes)
+        """Whether the layer takes the dense path: a matter of sizes and ranks, so decided anew after each cut."""
+        return planner.prefers_dense(self.in_features, self.out_features, padded_rank(self.middle_rank))
+
+    def _dense_product(self, x: Tensor) -> Tensor:
+        """What the layer computes along the dense path; its matrix is kept where nothing trains."""
+        dtype = autocast_dtype(x)
+        if torch.is_grad_enabled() or not can_keep(self.train_parameters()):
+            return dense_linear(x, *self.halves(dtype), self.bias)
+        with without_autocast(x):
+            weight, bias = self.halves_bank.dense_matrix(self, dtype), self.bias
+            return nn.functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
 
     @property
     def middle_rank(self) -> int:

@@ -1,7 +1,7 @@
 """Multi-head latent attention with absorbed projections: keys and values stay latents of r numbers a token.
 
-With ``query = latent_q @ right_q`` and ``key = latent_k @ right_k``, the scores of a head are ``latent_q M latent_k.T``
-with a small ``M = right_q right_k.T``. So all heads share one key, ``latent_k``, and one value, ``latent_v``, as in
+With ``query = latent_q @ right_q`` and ``key = latent_k @ right_k``, the scores of a head are
+``latent_q M latent_k.T`` with a small ``M = right_q right_k.T``. So all heads share one key, ``latent_k``, and one value, ``latent_v``, as in
 multi-query attention. Each head's context is a latent too and goes to the output layer by ``right_v left_o.T``.
 
 Exact up to rounding, with any mask and dropout.
@@ -10,10 +10,9 @@ Source: absorbed projections: DeepSeek-V2, arXiv:2405.04434, section 2.1; one ke
 arXiv:1911.02150.
 """
 
-# Shapes here: B = batch, T = tokens, S = tokens of key and value, H = heads, G = heads of key and value, D = head size,
-# R = numbers of a latent, N = rows.
+# Shapes here: B = batch, T = tokens, S = tokens of key and value, H = heads, G = heads of key and value,
+# D = head size, R = numbers of a latent, N = rows.
 
-import torch
 from torch import Tensor
 
 from hf_comera.ops.precision import without_autocast

@@ -8,7 +8,6 @@ from hf_comera import ComeraConfig, explain, get_comera_model
 from hf_comera.compress.kernel_notes import kernel_notes
 from hf_comera.modules import TTLinear
 from hf_comera.ops import kernel_switch
-from hf_comera.tt.machine import CPU_THREAD
 from tests.architectures import ARCHITECTURES
 
 
@@ -48,7 +47,7 @@ def test_on():
     assert "not by CUDA kernels" not in found
     joined = notes(compressed("llama-untied"))
     assert "for up to 4 layers; the other 10 share a product with siblings" in joined
-    assert found in " ".join(explain(compressed(), 2, 9, machine=CPU_THREAD).notes)
+    assert found in " ".join(explain(compressed(), 2, 9).notes)
 
 
 @pytest.mark.usefixtures("on")

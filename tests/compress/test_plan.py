@@ -13,6 +13,7 @@ from transformers import (
 
 from hf_comera import ComeraConfig, get_comera_model, plan, size_report
 from hf_comera.modules import TensorTrainModule
+from hf_comera.tt.planner import RULE
 from tests.architectures import ARCHITECTURES, every_architecture
 
 PUBLISHED = {  # arXiv:2405.14377, the six-encoder model
@@ -82,6 +83,15 @@ def test_the_printed_table():
 def test_layers_that_would_grow_are_pointed_out():
     compression = plan(ARCHITECTURES["bert-classifier"].new_model(), ComeraConfig(rank=1000, target_modules=["query"]))
     assert "no smaller than dense at these ranks" in " ".join(str(compression).split())
+
+
+def test_layers_on_the_dense_path_are_pointed_out():
+    model = ARCHITECTURES["bert-classifier"].new_model()
+    low, high = (
+        " ".join(str(plan(model, ComeraConfig(rank=rank, target_modules=["query"]))).split()) for rank in (4, 48)
+    )
+    assert f"multiplied as a dense matrix ({RULE}): bert.encoder.layer.0.attention.self.query" in high
+    assert "dense matrix" not in low
 
 
 def test_patterns_choose_factors_and_ranks_per_layer():

@@ -62,7 +62,7 @@ def results(model, inputs):
 @pytest.fixture
 def models(monkeypatch):
     """Makes a model whose layers are large enough, as it were; its gradients are in float64."""
-    monkeypatch.setattr(TTLinear, "_other_path", lambda self, x: None)
+    monkeypatch.setattr(TTLinear, "prefers_dense", False)
     monkeypatch.setattr(unwritten_heads, "WORTH_CODES", 1)
     monkeypatch.setattr(kept_bits, "serves", lambda *args: False)  # drop what attention of tensors drops
 

@@ -45,12 +45,12 @@ def test_parameters_are_not_counted():
 
 @pytest.mark.parametrize("gates", [False, True], ids=["cores", "gated"])
 def test_what_halves_keep_for_their_own_backward_is_counted_where_they_are_built(gates):
-    layer, x = TTLinear(8, 12, ranks=2, in_factors=(2, 4), out_factors=(3, 4)), torch.randn(6, 8)
+    layer, x = TTLinear(16, 24, ranks=2, in_factors=(4, 4), out_factors=(6, 4)), torch.randn(6, 16)
     if gates:
         layer.add_rank_gates()
-    cores = [1 * 2 * 2, 2 * 4 * 8, 8 * 3 * 2, 2 * 4 * 1]  # the rank in the middle is padded to 8
+    cores = [1 * 4 * 2, 2 * 4 * 8, 8 * 6 * 2, 2 * 4 * 1]  # the rank in the middle is padded to 8
     gated = (sum(cores[:3]) + 2 + 8 + 2) * gates
-    right_half, code = 8 * 12, 6 * 8
+    right_half, code = 8 * 24, 6 * 8
     assert counted(layer, x, [*layer.parameters(), x]) == 4 * (right_half + code + sum(cores) + gated)
     assert counted(layer, x, [*layer.parameters(), x]) == 4 * (right_half + code), "they are there already"
 

@@ -2,12 +2,9 @@
 
 import pytest
 
-from hf_comera.modules import TTLinear, halves_bank, tt_linear, unwritten_heads, wide_hidden
+from hf_comera.modules import TTLinear, halves_bank, unwritten_heads, wide_hidden
 from hf_comera.modules.wide_hidden import WideHidden
 from hf_comera.ops import dropped_attention, kept_bits, wide_code
-from hf_comera.tt.path import candidate_paths
-
-_OTHER_PATH = TTLinear._other_path
 
 
 @pytest.fixture
@@ -25,26 +22,25 @@ def builds(monkeypatch):
 
 
 @pytest.fixture
+def low_rank_path(monkeypatch):
+    """Every layer is on the low-rank path, also one so small that it would be dense."""
+    monkeypatch.setattr(TTLinear, "prefers_dense", False)
+
+
+@pytest.fixture
 def stand_ins(monkeypatch):
     """Layers of any size work together as large ones do."""
-    monkeypatch.setattr(TTLinear, "_other_path", lambda self, x: None)  # so small a layer would be dense
+    monkeypatch.setattr(TTLinear, "prefers_dense", False)
     monkeypatch.setattr(wide_hidden, "WORTH_CHUNKS", 1)
     monkeypatch.setattr(unwritten_heads, "WORTH_CODES", 1)
     monkeypatch.setattr(kept_bits, "WORTH_BITS", 1)
 
 
 @pytest.fixture
-def paths_by_split(monkeypatch):
-    """Takes a layer, for which a split is from then on planned; all others are two-sided."""
+def dense_path(monkeypatch):
+    """Takes a layer, which from then on is on the dense path; all others are on the low-rank path."""
     chosen = []
-    planned_path = tt_linear.planned_path
-
-    def by_split(*args, **options):
-        _, two_sided = planned_path(*args, **options)
-        return next(path for path in candidate_paths(two_sided.problem) if path.kind == "split"), two_sided
-
-    monkeypatch.setattr(tt_linear, "planned_path", by_split)
-    monkeypatch.setattr(TTLinear, "_other_path", lambda self, x: _OTHER_PATH(self, x) if self in chosen else None)
+    monkeypatch.setattr(TTLinear, "prefers_dense", property(lambda self: self in chosen))
     return chosen.append
 
 

@@ -13,6 +13,8 @@ from hf_comera.modules import TTLinear, joined
 from hf_comera.modules.joined import JoinedProjections
 from hf_comera.ops import tt_linear
 
+pytestmark = pytest.mark.usefixtures("low_rank_path")
+
 
 class Siblings(nn.Module):
     """Three layers of different ranks and sizes that read one input."""
@@ -71,9 +73,9 @@ def test_one_product_gives_what_three_give(ranks, products):
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_sibling_with_a_path_of_its_own_leaves_the_others_joined(place, products, paths_by_split):
+def test_a_sibling_on_the_dense_path_leaves_the_others_joined(place, products, dense_path):
     module, x = Siblings(), random_input()
-    paths_by_split(list(module.children())[place])
+    dense_path(list(module.children())[place])
     for _ in range(2):
         products.clear()
         assert_same_as_alone(module, x)

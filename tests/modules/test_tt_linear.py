@@ -125,25 +125,29 @@ def test_outputs_start_with_the_deviation_of_a_dense_layer(std):
     assert deviation == pytest.approx(std * 64**0.5, rel=0.1)
 
 
-PATHS = [  # (in_features, out_features, ranks, rows, kind of the path)
-    pytest.param(768, 768, 30, 4096, "two-sided", id="low-rank"),
-    pytest.param(48, 48, 48, 4096, "dense", id="full-rank"),
-    pytest.param(64, 64, (1, 16, 64, 16, 1), 2048, "split", id="rank-one-beside-the-middle"),
+PATHS = [  # (in_features, out_features, ranks, whether the layer is dense)
+    pytest.param(768, 768, 30, False, id="low-rank"),
+    pytest.param(48, 48, 48, True, id="full-rank"),
+    pytest.param(47, 29, (4, 16, 28, 16, 4), True, id="odd-sizes"),
 ]
 
 
-@pytest.mark.parametrize(("in_features", "out_features", "ranks", "rows", "kind"), PATHS)
-def test_the_planned_path_is_taken_and_computes_the_same(in_features, out_features, ranks, rows, kind, monkeypatch):
-    layer = TTLinear(in_features, out_features, ranks=ranks)
-    taken = []
-    for name in ("dense_linear", "path_linear"):
-        original = getattr(tt_linear_module, name)
-        record = lambda *args, name=name, original=original: taken.append(name) or original(*args)  # noqa: E731
-        monkeypatch.setattr(tt_linear_module, name, record)
+def compiled(layer, x):
+    return torch.compile(layer, fullgraph=True, backend="eager")(x)
+
+
+@pytest.mark.parametrize("call", [TTLinear.__call__, compiled])
+@pytest.mark.parametrize(("in_features", "out_features", "ranks", "is_dense"), PATHS)
+def test_the_dense_path_is_taken_at_high_ranks_and_computes_the_same(
+    in_features, out_features, ranks, is_dense, call, monkeypatch
+):
+    layer, rows = TTLinear(in_features, out_features, ranks=ranks), 64
+    taken, original = [], tt_linear_module.dense_linear
+    monkeypatch.setattr(tt_linear_module, "dense_linear", lambda *args: taken.append(1) or original(*args))
     x = torch.randn(rows, in_features, requires_grad=True)
-    assert layer.path(rows, torch.float32, training=True).kind == kind
-    y, expected = layer(x), nn.functional.linear(x, layer.dense(), layer.bias)
-    assert taken == {"two-sided": [], "dense": ["dense_linear"], "split": ["path_linear"]}[kind]
+    assert layer.prefers_dense == is_dense
+    y, expected = call(layer, x), nn.functional.linear(x, layer.dense(), layer.bias)
+    assert len(taken) == is_dense
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     with torch.no_grad():
         for _ in range(2):
@@ -159,8 +163,19 @@ def test_the_planned_path_is_taken_and_computes_the_same(in_features, out_featur
     )
 
 
-def test_the_path_is_planned_anew_for_other_ranks():
+def test_the_dense_matrix_is_kept_in_evaluation_until_a_core_changes():
+    layer, x = TTLinear(48, 48, ranks=48), torch.randn(1, 48)
+    with torch.no_grad():
+        layer(x)
+        matrix = layer.halves_bank.dense_matrix(layer, torch.float32)
+        layer(x)
+        assert layer.halves_bank.dense_matrix(layer, torch.float32) is matrix
+        layer.core_0.mul_(2)
+        torch.testing.assert_close(layer(x), nn.functional.linear(x, 2 * matrix, layer.bias))
+
+
+def test_the_path_is_chosen_anew_for_other_ranks():
     layer = TTLinear(48, 48, ranks=48)
-    assert layer.path(4096, torch.float32, training=True).kind == "dense"
+    assert layer.prefers_dense
     layer.load_cores([core.detach() for core in TTLinear(48, 48, ranks=2).cores()])
-    assert layer.path(4096, torch.float32, training=True).kind != "dense"
+    assert not layer.prefers_dense

@@ -47,15 +47,6 @@ def test_equals_attention_of_real_tensors(settings, options, uses):
     assert uses == ["code"]
 
 
-def test_a_layer_whose_code_attention_takes_has_no_path_of_its_own(uses, paths_by_split):
-    block, x = Attention(), random_input()
-    paths_by_split(block.v)
-    found = results(block, x, True)
-    assert uses == ["code"]
-    torch.testing.assert_close(found, results(block, x, False))
-    assert block.v.path(10, torch.float64, training=True).kind == "split"
-
-
 def test_attention_of_biases_alone(uses):
     block, x = Attention(ranks=([0] * 5,) * 3), random_input()
     block.set_codes(True)
@@ -69,6 +60,7 @@ def test_attention_of_biases_alone(uses):
     ("spoil", "why"),
     [
         (lambda block: Attention(ranks=(5, 8, 5)), "a code with its bias is wider than a head"),
+        (lambda block: setattr(type(block.v), "prefers_dense", property(lambda layer: layer is block.v)), "dense"),
         (lambda block: setattr(block.group.attention, "_attn_implementation", "eager"), "core attention is eager"),
         (lambda block: setattr(block.group.attention, "num_attention_heads", 5), "heads do not fit"),
         (lambda block: block.k.register_forward_hook(lambda *args: None), "somebody watches"),

@@ -23,7 +23,6 @@ NOT_ALWAYS = {"promised ratio", "gpu", "graphs", "kernels"}
         ("bench_lookup.py", [], "ratio"),
         ("bench_head.py", ["--vocabulary", "120", "--tokens", "40"], "ratio"),
         ("bench_decomposition.py", [], "relative error"),
-        ("bench_paths.py", ["--max-rows", "1", "--layers", "768x768"], "Planned path within"),
         ("bench_optimizer_states.py", ["--steps", "5", "--width", "16", "--rank", "4"], "error both expanded"),
         pytest.param("bench_inference.py", [], "halves anew ms", marks=pytest.mark.slow),
         pytest.param("bench_step.py", [], "ratio", marks=pytest.mark.slow),
