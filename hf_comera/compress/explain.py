@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_comera.compress.family_costs import FamilyCost, embedding_cost, linear_cost
 from hf_comera.compress.speed_notes import speed_notes
-from hf_comera.modules import TensorTrainModule, TTLinear, TTMEmbedding
+from hf_comera.modules import CompressedLayer, FactorizedEmbedding, TTLinear, TTMEmbedding, compressed_layers
 from hf_comera.ops.float32_products import uses_tf32
 from hf_comera.tt.machine import CPU_THREAD, H200, H200_TF32, Machine, calibrated_cpu
 
@@ -76,7 +76,7 @@ class Explanation:
 def explain(
     model: nn.Module, batch_size: int, seq_len: int, *, training: bool = True, machine: Machine | None = None
 ) -> Explanation:
-    """What every family of equal tensor-train layers costs, along the path with the least predicted time.
+    """What every family of equal compressed layers costs, along the path with the least predicted time.
 
     Args:
         model: A compressed model; may live on the meta device.
@@ -100,7 +100,7 @@ def explain(
     for names, module in families:
         if isinstance(module, TTLinear):
             rows.append(linear_cost(names, module, batch_size * seq_len, training, machine, dtype))
-        elif isinstance(module, TTMEmbedding):
+        elif isinstance(module, TTMEmbedding | FactorizedEmbedding):
             rows.append(embedding_cost(names, module, batch_size * seq_len, training))
     times = Counter(name for row in rows for name in row.plain_names)
     rows = [replace(row, has_namesakes=any(times[name] > 1 for name in row.plain_names)) for row in rows]
@@ -121,22 +121,21 @@ def default_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     return CPU_THREAD if device.type == "mps" else calibrated_cpu(dtype)
 
 
-def _families(model: nn.Module) -> list[tuple[tuple[str, ...], TensorTrainModule]]:
+def _families(model: nn.Module) -> list[tuple[tuple[str, ...], CompressedLayer]]:
     """Names of equal layers, and one of them; in the order of the model."""
-    families: dict[object, tuple[list[str], TensorTrainModule]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, TensorTrainModule):
-            sizes = (*module.weight_shape(), module.in_factors, module.out_factors, module.ranks)
-            group = getattr(module, "joined", None)
-            together = None if group is None else (group.enabled, group.num_members, group.num_code_heads)
-            wired = (together, getattr(module, "is_wide", False), getattr(module, "transposed", False))
-            key = (type(module), *sizes, module.rank_activation, *wired)
-            families.setdefault(key, ([], module))[0].append(name)
+    families: dict[object, tuple[list[str], CompressedLayer]] = {}
+    for name, module in compressed_layers(model).items():
+        sizes = (*module.weight_shape(), module.in_factors, module.out_factors, module.ranks)
+        group = getattr(module, "joined", None)
+        together = None if group is None else (group.enabled, group.num_members, group.num_code_heads)
+        wired = (together, getattr(module, "is_wide", False), getattr(module, "transposed", False))
+        key = (type(module), *sizes, module.rank_activation, *wired)
+        families.setdefault(key, ([], module))[0].append(name)
     return [(tuple(names), module) for names, module in families.values()]
 
 
 def _device_and_dtype(
-    families: Iterable[tuple[tuple[str, ...], TensorTrainModule]],
+    families: Iterable[tuple[tuple[str, ...], CompressedLayer]],
 ) -> tuple[torch.device, torch.dtype]:
     """Where the linear layers are and what they compute in, autocast considered."""
     cores = [module.cores()[0] for _, module in families]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_comera.modules import TTLinear, TTMEmbedding
+from hf_comera.modules import FactorizedEmbedding, TTLinear, TTMEmbedding
 from hf_comera.modules.wide_hidden import is_wide_enough
 from hf_comera.ops.halves import padded_rank
 from hf_comera.ops.ttm_tables import half_tables
@@ -136,12 +136,15 @@ def _paths(
     return paths[0], next(path for path in paths if path.label == taken.label)
 
 
-def embedding_cost(names: tuple[str, ...], layer: TTMEmbedding, ids: int, training: bool) -> FamilyCost:
+def embedding_cost(
+    names: tuple[str, ...], layer: TTMEmbedding | FactorizedEmbedding, ids: int, training: bool
+) -> FamilyCost:
     """One embedding, all ids taken to be different, and a dense table, whose gradient is as large as the table."""
     num_embeddings, embedding_dim = layer.weight_shape()
     row_bytes = embedding_dim * layer.cores()[0].dtype.itemsize
     dense_bytes = 2 * ids * row_bytes + training * (ids + num_embeddings) * row_bytes
-    flops, num_bytes = (0, 0) if layer.is_removed else _lookup_cost(layer, ids, training)
+    is_removed = isinstance(layer, TTMEmbedding) and layer.is_removed
+    flops, num_bytes = (0, 0) if is_removed else _lookup_cost(layer, ids, training)
     return FamilyCost(
         layers=names,
         in_size=num_embeddings,
@@ -150,7 +153,7 @@ def embedding_cost(names: tuple[str, ...], layer: TTMEmbedding, ids: int, traini
         out_factors=layer.out_factors,
         ranks=layer.ranks,
         rows=ids,
-        path=REMOVED if layer.is_removed else f"lookup of {ids:,}",
+        path=REMOVED if is_removed else f"lookup of {ids:,}",
         flops=flops,
         dense_flops=0,
         bytes=num_bytes,
@@ -158,7 +161,21 @@ def embedding_cost(names: tuple[str, ...], layer: TTMEmbedding, ids: int, traini
     )
 
 
-def _lookup_cost(layer: TTMEmbedding, ids: int, training: bool) -> tuple[int, int]:
+def _lookup_cost(layer: TTMEmbedding | FactorizedEmbedding, ids: int, training: bool) -> tuple[int, int]:
+    """FLOPs and bytes: of a factorized embedding those of its narrow rows, and of the projection of these."""
+    if isinstance(layer, TTMEmbedding):
+        return _train_lookup_cost(layer, ids, training)
+    itemsize, width = layer.projection.dtype.itemsize, layer.width
+    projection = Product("apply", "y", ids, width, layer.embedding_dim, layer.projection.dtype)
+    cost = total_cost((projection, *projection.gradients()) if training else (projection,))
+    narrow = (2 * ids + training * (ids + layer.num_embeddings)) * width * itemsize  # the gradient is a whole table
+    flops, num_bytes = (
+        (0, narrow) if layer.train_of_table is None else _train_lookup_cost(layer.train_of_table, ids, training)
+    )
+    return flops + 2 * cost.multiplications, num_bytes + cost.bytes
+
+
+def _train_lookup_cost(layer: TTMEmbedding, ids: int, training: bool) -> tuple[int, int]:
     """FLOPs and bytes: both half tables, then a gathered piece of each and a small product for every id."""
     tables = half_tables([torch.empty_like(core, device="meta") for core in layer.cores()])
     (_, hidden, rank), columns, split = tables.left.shape, tables.right.shape[2], tables.split

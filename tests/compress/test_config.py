@@ -54,7 +54,7 @@ def test_unknown_settings_of_a_checkpoint_are_named_and_ignored(caplog):
 
 
 def test_a_newer_format_is_refused():
-    with pytest.raises(ValueError, match=r"format_version=99, but this release reads up to 3. Install a newer"):
+    with pytest.raises(ValueError, match=r"format_version=99, but this release reads up to 4. Install a newer"):
         ComeraConfig.from_dict({"rank": 8, "format_version": 99})
 
 
