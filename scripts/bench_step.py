@@ -5,6 +5,7 @@
     python scripts/bench_step.py --device cuda --dtype bf16 --graphs --batch 128x128
     python scripts/bench_step.py --device cuda --dtype bf16 --graphs --model bert-24x1024 --batch 16x512
     python scripts/bench_step.py --device cuda --dtype bf16 --compile --model gpt2-12x768 --batch 8x512
+    python scripts/bench_step.py --model gpt2-12x768 --batch 8x512 --dropout 0 --embedding_width 128
 
 `--help` says what is compared and how to read the figures.
 """
@@ -19,9 +20,17 @@ from transformers import PreTrainedModel
 from hf_comera import set_head_and_loss, size_report
 from hf_comera.ops import use_kernels
 from hf_comera.ops.kernels import kernels_refusal
-from interleaved_timing import DENSE, TENSOR_TRAIN, Comparison, benchmark_parser, report, time_interleaved
+from interleaved_timing import (
+    DENSE,
+    TENSOR_TRAIN,
+    Comparison,
+    benchmark_parser,
+    positive_integer,
+    report,
+    time_interleaved,
+)
 from own_process import in_own_process
-from step_models import IGNORED, LARGE, MODELS, PAPER, build_models, print_plan, random_ids
+from step_models import IGNORED, LARGE, MODELS, NARROW_DENSE, PAPER, build_models, print_plan, random_ids
 from step_timing import DTYPES, PreparedStep, prepare_step
 from training_size import training_peak
 
@@ -36,6 +45,10 @@ the next one (ranks of 32); llama-1x4096 is one block of a decoder (4096, FFN
 optimizer is fused AdamW for the dense model and TTMuon for the other;
 --optimizer adamw gives both AdamW. The dense model is the merged tensor-train
 one: both must give equal logits before anything is timed.
+
+With --embedding_width both word embedding and tied head of the tensor train go
+through a narrow table. A third model, dense but for the same narrow table, with
+head and loss as one block, then takes its turns too: narrow_dense in the row.
 
 With dropout the dense model draws as torch does, in one thread on a CPU, and
 the tensor train draws several entries at a time: compare --dropout 0. On a GPU,
@@ -65,7 +78,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.backends.cuda.matmul.fp32_precision = "tf32" if args.dtype == "tf32" else "ieee"
     torch.manual_seed(0)
-    models = build_models(args.model, args.dropout)
+    models = build_models(args.model, args.dropout, args.embedding_width)
     print_plan(models[TENSOR_TRAIN].comera_plan())
     use_kernels(args.kernels)
     comparison = compare(models, args)
@@ -102,6 +115,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dense_block", action="store_true", help="head and loss of the dense language model as one block too"
     )
+    parser.add_argument("--embedding_width", type=positive_integer, help="of a narrow table, also in a dense model")
     args = parser.parse_args()
     check_arguments(parser, args)
     return args
@@ -117,6 +131,8 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error("--graphs, --kernels and --dtype tf32 need --device cuda")
     if args.dense_block and args.model in (PAPER, LARGE):
         parser.error(f"--dense_block is for language models, and {args.model} is a classifier")
+    if args.embedding_width and args.model in (PAPER, LARGE):
+        parser.error(f"--embedding_width is for language models, and {args.model} is a classifier")
     if args.kernels and (reason := kernels_refusal(torch.device("cuda", 0))):
         parser.error(f"--kernels: {reason}")
 
@@ -133,14 +149,22 @@ def compare(models: dict[str, PreTrainedModel], args: argparse.Namespace) -> Com
         extra[f"{column}_parameters"] = size_report(models[form]).parameters
         extra[f"{column}_tokens_per_s"] = round(tokens / timings.median(form))
         extra[f"{column}_optimizer_s"] = "" if ready.optimizer_s is None else round(ready.optimizer_s, 4)
+    peak_bytes = {
+        form: ready.peak_bytes if args.device == "cuda" else in_own_process(args.threads, peak, form, args)
+        for form, ready in prepared.items()
+    }
+    if NARROW_DENSE in prepared:
+        extra |= {
+            "narrow_dense_step_s": round(timings.median(NARROW_DENSE), 4),
+            "ratio_to_narrow_dense": round(timings.ratio(TENSOR_TRAIN, NARROW_DENSE), 2),
+            "narrow_dense_saved_bytes": prepared[NARROW_DENSE].saved_bytes,
+            "narrow_dense_peak_bytes": peak_bytes[NARROW_DENSE] or "",
+        }
     return Comparison(
         case=case_of(args),
         timings=timings,
         saved_bytes={form: ready.saved_bytes for form, ready in prepared.items()},
-        peak_bytes={
-            form: ready.peak_bytes if args.device == "cuda" else in_own_process(args.threads, peak, form, args)
-            for form, ready in prepared.items()
-        },
+        peak_bytes=peak_bytes,
         promised=promised(args),
         unit="s" if args.device == "cpu" else "ms",
         extra=extra,
@@ -149,7 +173,7 @@ def compare(models: dict[str, PreTrainedModel], args: argparse.Namespace) -> Com
 
 def promised(args: argparse.Namespace) -> float | None:
     """The speed-up that is promised for a case, if one is."""
-    if args.compile or args.padded or args.dense_block:
+    if args.compile or args.padded or args.dense_block or args.embedding_width:
         return None
     return PROMISED.get((args.model, args.batch, args.dtype, args.dropout, args.device, args.graphs))
 
@@ -164,7 +188,7 @@ def prepare(form: str, model: PreTrainedModel, batch: dict[str, Tensor], args: a
 
 def peak(form: str, args: argparse.Namespace) -> int | None:
     """The most memory that one form takes on a CPU, for a process of its own."""
-    model = build_models(args.model, args.dropout)[form]
+    model = build_models(args.model, args.dropout, args.embedding_width)[form]
     batch = random_batch(args.batch, torch.device(args.device), args.model, args.padded)
     step = prepare(form, model, batch, args).plain
     return training_peak(step, step.model, [step.optimizer])
@@ -198,6 +222,7 @@ def case_of(args: argparse.Namespace) -> dict[str, str | int | float]:
         "compiled": "yes" if args.compile else "",
         "padded": "yes" if args.padded else "",
         "dense_block": "yes" if args.dense_block else "",
+        "embedding_width": args.embedding_width or "",
     }
 
 

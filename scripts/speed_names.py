@@ -18,6 +18,7 @@ COLUMNS = {
         "compiled",
         "padded",
         "dense_block",
+        "embedding_width",
     ),
     "bench_linear": ("shape", "dtype", "rows"),
     "bench_lookup": ("batch", "ids"),
@@ -44,6 +45,7 @@ def _step_names() -> dict[tuple[str, ...], str]:
         {"": "", "yes": ", compiled"},
         {"": "", "yes": ", padded rows and a mask"},
         {"": "", "yes": ", head and loss as one block on both sides"},
+        {"": "", **{width: f", tables {width} wide" for width in ("64", "128", "256")}},
     )
     names = {}
     for parts in itertools.product(models.items(), *(setting.items() for setting in settings)):

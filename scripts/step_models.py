@@ -1,6 +1,7 @@
-"""The models that bench_step.py times: a tensor train, and the dense model that computes the same."""
+"""The models that bench_step.py times: a tensor train, and dense models that compute the same."""
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from hf_comera.compress import LayerPlan
 from interleaved_timing import DENSE, TENSOR_TRAIN, check_agreement
 from six_encoders import DENSE_PARAMETERS, TARGETS, TENSOR_TRAIN_PARAMETERS, paper_shapes, six_encoders
 
+NARROW_DENSE = "narrow dense"
+"""A dense model but for its embedding, which is factorized."""
 PAPER, LARGE = "bert-6x768", "bert-24x1024"
 MASKED, CAUSAL, DECODER = "roberta-12x768", "gpt2-12x768", "llama-1x4096"
 TINY_CLASSIFIER, TINY_MASKED, TINY_CAUSAL, TINY_DECODER = "tiny-bert", "tiny-roberta", "tiny-gpt2", "tiny-llama"
@@ -83,22 +86,28 @@ _CASES = {
 }
 
 
-def build_models(name: str, dropout: float) -> dict[str, PreTrainedModel]:
-    """The tensor-train model, and the dense one that computes the same.
+def build_models(name: str, dropout: float, embedding_width: int | None = None) -> dict[str, PreTrainedModel]:
+    """The tensor-train model, and the dense one that computes the same; with a width, a dense one that has it too.
 
     Raises:
         RuntimeError: If a model has not as many parameters as it should, or the logits of the two differ.
     """
     case = _CASES[name]
     config = case.new_config(dropout)
-    tensor_train = get_comera_model(case.auto_class, case.new_shapes(), config=config)
+    shapes = dataclasses.replace(case.new_shapes(), embedding_width=embedding_width)
+    tensor_train = get_comera_model(case.auto_class, shapes, config=config)
     models = {DENSE: copy.deepcopy(tensor_train).merge_and_unload(), TENSOR_TRAIN: tensor_train}
+    if embedding_width is not None:
+        embedding = next(layer.name for layer in tensor_train.comera_plan() if layer.width is not None)
+        narrow = ComeraConfig(target_modules=[embedding], embedding_width=embedding_width)
+        models[NARROW_DENSE] = get_comera_model(copy.deepcopy(models[DENSE]), narrow)
     if name == PAPER:
         _check_sizes(models)
     ids = torch.randint(config.vocab_size, (2, 16))
     with torch.no_grad():
         logits = {form: model.eval()(input_ids=ids).logits for form, model in models.items()}
-    check_agreement("logits", logits[TENSOR_TRAIN], logits[DENSE], 1e-4)
+    for found in logits.values():
+        check_agreement("logits", found, logits[DENSE], 1e-4)
     return models
 
 

@@ -48,7 +48,16 @@ PUBLIC = {
         "set_activation_policy",
         "set_fp8_linears",
     },
-    "hf_comera.modules": {"TTLinear", "TTMEmbedding", "TensorTrainModule", "TiedEmbedding", "TiedHead"},
+    "hf_comera.modules": {
+        "CompressedLayer",
+        "FactorizedEmbedding",
+        "TTLinear",
+        "TTMEmbedding",
+        "TensorTrainModule",
+        "TiedEmbedding",
+        "TiedHead",
+        "compressed_layers",
+    },
     "hf_comera.ops": {
         "dense_linear",
         "low_rank_linear",

@@ -14,12 +14,12 @@ __all__ = ["FORMAT_VERSION", "ComeraConfig"]
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Newest version of the checkpoint format; raised when older releases could not read all that may be written.
 
 1: the format of the first release. 2: layers might have a rank activation, which is refused. 3: layers may have rank
-gates, or no rank at all. A checkpoint says the lowest version that has all it uses, so that older releases go on
-reading what they can.
+gates, or no rank at all. 4: embeddings may be factorized. A checkpoint says the lowest version that has all it uses,
+so that older releases go on reading what they can.
 """
 
 
@@ -48,8 +48,13 @@ class ComeraConfig(QuantizationConfigMixin):
     num_factors: int = 3
     """Factors per side of a linear layer: a d-factor layer has 2 d cores."""
 
-    embedding_num_factors: int = 4
-    """Factors of an embedding's vocabulary and hidden size: as many cores."""
+    embedding_num_factors: int | None = None
+    """Factors of an embedding's vocabulary and hidden size: as many cores. None: four, or one with
+    ``embedding_width``, whose narrow table is then plain; with more it is a train of TTM cores itself."""
+
+    embedding_width: int | None = None
+    """Factorise embeddings in place of TTM cores: a narrow table of so many columns, and a projection to the hidden
+    size. Tied heads use both, so that logits are products of this width. Source: ALBERT, arXiv:1909.11942."""
 
     rank_pattern: dict[str, int | list[int]] = field(default_factory=dict)
     """Ranks of particular layers: pattern to one rank or one rank per bond."""
@@ -73,8 +78,9 @@ class ComeraConfig(QuantizationConfigMixin):
     def __post_init__(self, rank_activation: object) -> None:
         """Check what can be checked without a model."""
         refuse_rank_activation(rank_activation)
-        for name in ("rank", "num_factors", "embedding_num_factors"):
-            _check_positive(name, getattr(self, name))
+        for name in ("rank", "num_factors", "embedding_num_factors", "embedding_width"):
+            if getattr(self, name) is not None or name in ("rank", "num_factors"):
+                _check_positive(name, getattr(self, name))
         for name in ("target_modules", "exclude_modules"):
             _check_names(name, getattr(self, name))
         _check_patterns("rank_pattern", self.rank_pattern, '{"query": 8}')
@@ -101,6 +107,8 @@ class ComeraConfig(QuantizationConfigMixin):
     def format_version(self) -> int:
         """The lowest version of the checkpoint format that has all of these settings."""
         recorded = (self.layers or {}).values()
+        if self.embedding_width is not None or any(entry.get("kind") == "factorized_embedding" for entry in recorded):
+            return 4
         return 3 if any(entry.get("rank_gates") or 0 in entry.get("ranks", ()) for entry in recorded) else 1
 
     @classmethod
@@ -135,6 +143,9 @@ class ComeraConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """All settings as JSON values."""
         values = {item.name: copy.deepcopy(getattr(self, item.name)) for item in fields(self)}
+        for name in ("embedding_num_factors", "embedding_width"):  # older releases take no None for the first
+            if values[name] is None:
+                del values[name]
         if isinstance(self.target_modules, tuple | set):
             values["target_modules"] = sorted(self.target_modules)
         return {**values, "format_version": self.format_version}
@@ -174,5 +185,5 @@ def _check_patterns(name: str, value: Any, example: str) -> None:
 
 def _check_positive(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        example = 30 if "rank" in name else 3
+        example = 30 if "rank" in name else 128 if "width" in name else 3
         raise ValueError(f"{name}={value!r} is not a positive integer. Use at least 1, for example {name}={example}.")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_comera.compress.matching import COMPRESSIBLE_TYPES
 from hf_comera.compress.size import size_report
-from hf_comera.modules import TensorTrainModule
+from hf_comera.modules import CompressedLayer
 
 __all__ = ["DensePart", "dense_parts", "warn_if_mostly_dense"]
 
@@ -32,11 +32,11 @@ class DensePart:
 
 
 def dense_parts(model: nn.Module) -> list[DensePart]:
-    """All parameters that are not of tensor trains, the largest part first; shared ones count once."""
+    """All parameters that are not of compressed layers, the largest part first; shared ones count once."""
     sizes: dict[tuple[str, str], int] = {}
     seen: set[int] = set()
     for module_name, module in model.named_modules():
-        trained = {id(p) for p in module.train_parameters()} if isinstance(module, TensorTrainModule) else set()
+        trained = {id(p) for p in module.train_parameters()} if isinstance(module, CompressedLayer) else set()
         for name, parameter in module.named_parameters(module_name, recurse=False):
             if id(parameter) not in seen | trained:
                 pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)

@@ -9,7 +9,7 @@ from rich.table import Table
 from torch import nn
 
 from hf_comera.compress.speed_notes import fused_layers, speed_notes
-from hf_comera.modules import TensorTrainModule, TTLinear
+from hf_comera.modules import CompressedLayer, TTLinear, compressed_layers
 from hf_comera.ops.halves import padded_rank
 from hf_comera.tt.planner import RULE, Product, half_products, path_products, total_cost
 
@@ -18,7 +18,7 @@ __all__ = ["Explanation", "FamilyCost", "explain"]
 WIDTH = 119
 SHOWN_NAMES = 2
 
-_Family = tuple[tuple[str, ...], TensorTrainModule]
+_Family = tuple[tuple[str, ...], CompressedLayer]
 """Names of equal layers, and one of them."""
 
 
@@ -92,7 +92,7 @@ class Explanation:
 
 
 def explain(model: nn.Module, batch_size: int, seq_len: int, *, training: bool = True) -> Explanation:
-    """What every family of equal tensor-train layers costs along the path that it takes, and what is off and why.
+    """What every family of equal compressed layers costs along the path that it takes, and what is off and why.
 
     Args:
         model: A compressed model; may live on the meta device.
@@ -123,12 +123,12 @@ def explain(model: nn.Module, batch_size: int, seq_len: int, *, training: bool =
 
 
 def _cost(
-    label: str, names: tuple[str, ...], layer: TensorTrainModule, rows: int, dtype: torch.dtype, *, training: bool
+    label: str, names: tuple[str, ...], layer: CompressedLayer, rows: int, dtype: torch.dtype, *, training: bool
 ) -> FamilyCost:
     """One of the equal layers, without bias; training builds the halves, in evaluation they are at hand."""
     family = FamilyCost(label, len(names), (layer.in_factors, layer.out_factors), layer.ranks)
     if not isinstance(layer, TTLinear):
-        return replace(family, path="removed" if layer.is_removed else "lookup")
+        return replace(family, path="removed" if getattr(layer, "is_removed", False) else "lookup")
     inputs, outputs = layer.in_features, layer.out_features
     dense_flops, dense_bytes = total_cost([Product(rows, inputs, outputs, dtype)], training=training)
     family = replace(family, dense_flops=dense_flops, dense_bytes=dense_bytes)
@@ -147,12 +147,11 @@ def _cost(
 
 def _families(model: nn.Module, fused: dict[TTLinear, str]) -> list[_Family]:
     """In the order of the model."""
-    families: dict[object, tuple[list[str], TensorTrainModule]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, TensorTrainModule):
-            sizes = (*module.weight_shape(), module.in_factors, module.out_factors, module.ranks)
-            wired = fused.get(module, ""), getattr(module, "transposed", False)  # type: ignore[call-overload]
-            families.setdefault((type(module), *sizes, *wired), ([], module))[0].append(name)
+    families: dict[object, tuple[list[str], CompressedLayer]] = {}
+    for name, module in compressed_layers(model).items():
+        sizes = (*module.weight_shape(), module.in_factors, module.out_factors, module.ranks)
+        wired = fused.get(module, ""), getattr(module, "transposed", False)  # type: ignore[call-overload]
+        families.setdefault((type(module), *sizes, *wired), ([], module))[0].append(name)
     return [(tuple(names), module) for names, module in families.values()]
 
 

@@ -15,7 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.matching import COMPRESSIBLE_TYPES, pattern_value, select_layers
 from hf_comera.compress.targets import ALL_LINEAR
-from hf_comera.modules import TensorTrainModule
+from hf_comera.modules import CompressedLayer
+from hf_comera.modules.factorized_embedding import check_width
 from hf_comera.ops.halves import padded_rank
 from hf_comera.tt.cores import count_parameters
 from hf_comera.tt.planner import RULE, prefers_dense
@@ -35,7 +36,7 @@ class LayerPlan:
 
     name: str
     kind: str
-    """``"tt_linear"`` or ``"ttm_embedding"``."""
+    """``"tt_linear"``, ``"ttm_embedding"`` or ``"factorized_embedding"``."""
     in_size: int
     out_size: int
     in_factors: tuple[int, ...]
@@ -45,6 +46,8 @@ class LayerPlan:
     """Relative Frobenius error of the decomposition; None where nothing was decomposed."""
     rank_gates: bool = False
     """Whether there are gates on the bonds, as while ranks are trained."""
+    width: int | None = None
+    """Columns of the narrow table of a factorized embedding, of which factors and ranks then are."""
 
     @property
     def dense_parameters(self) -> int:
@@ -56,12 +59,13 @@ class LayerPlan:
         """Entries of all cores."""
         if self.kind == "tt_linear":
             return count_parameters((*self.in_factors, *self.out_factors), self.ranks)
-        return count_parameters(_core_sizes(self.in_factors, self.out_factors), self.ranks)
+        projection = (self.width or 0) * self.out_size
+        return count_parameters(_core_sizes(self.in_factors, self.out_factors), self.ranks) + projection
 
     @property
     def prefers_dense(self) -> bool:
         """Whether the layer multiplies by the dense matrix that its cores stand for; see ``tt/planner.py``."""
-        if self.kind != "tt_linear" or self.rank_activation is not None:
+        if self.kind != "tt_linear":
             return False
         return prefers_dense(self.in_size, self.out_size, padded_rank(self.ranks[len(self.in_factors) - 1]))
 
@@ -75,6 +79,8 @@ class LayerPlan:
         }
         if self.rank_gates:
             entry["rank_gates"] = True
+        if self.width is not None:
+            entry["width"] = self.width
         return entry if self.error is None else {**entry, "error": round(self.error, 6)}
 
 
@@ -152,15 +158,16 @@ def plan(model: nn.Module, config: ComeraConfig) -> CompressionPlan:
     Raises:
         ValueError: If a setting does not fit the model; if the model is already compressed.
     """
-    if any(isinstance(module, TensorTrainModule) for module in model.modules()):
+    if any(isinstance(module, CompressedLayer) for module in model.modules()):
         raise ValueError(
-            f"{type(model).__name__} already holds tensor-train layers. Call model.merge_and_unload() first to "
+            f"{type(model).__name__} already holds compressed layers. Call model.merge_and_unload() first to "
             "compress it anew, or load the dense checkpoint."
         )
     if config.layers is None:
         names = _without_shared(model, select_layers(model, config), config)
         ties = _ties(model, set(names))
         layers = [_plan_layer(name, model.get_submodule(name), config) for name in names if name not in ties]
+        _check_width_is_used(model, layers, config)
     else:
         layers = _recorded_layers(model, config.layers)
         ties = _ties(model, {layer.name for layer in layers})
@@ -171,13 +178,37 @@ def plan(model: nn.Module, config: ComeraConfig) -> CompressionPlan:
 def _plan_layer(name: str, module: nn.Module, config: ComeraConfig) -> LayerPlan:
     in_size, out_size = _sizes(module)
     embedding = type(module) is nn.Embedding
-    given = pattern_value(config.factor_pattern, name) or {}
-    number = config.embedding_num_factors if embedding else config.num_factors
+    width = config.embedding_width if embedding else None
     if embedding:
+        _check_embedding(name, module, width)
+    in_factors, out_factors = _factors(name, in_size, width or out_size, embedding, config)
+    sizes = _core_sizes(in_factors, out_factors) if embedding else (*in_factors, *out_factors)
+    rank = pattern_value(config.rank_pattern, name)
+    if isinstance(rank, list | tuple):
+        check_ranks(f"rank_pattern for {name}", rank, len(sizes) - 1)
+    return LayerPlan(
+        name=name,
+        kind="tt_linear" if not embedding else "ttm_embedding" if width is None else "factorized_embedding",
+        in_size=in_size,
+        out_size=out_size,
+        in_factors=in_factors,
+        out_factors=out_factors,
+        ranks=useful_ranks(sizes, config.rank if rank is None else rank),
+        width=width,
+    )
+
+
+def _factors(
+    name: str, in_size: int, out_size: int, embedding: bool, config: ComeraConfig
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Factors of both sides; of a factorized embedding ``out_size`` is the width of its narrow table."""
+    given = pattern_value(config.factor_pattern, name) or {}
+    if embedding:
+        number = config.embedding_num_factors or (4 if config.embedding_width is None else 1)
         number = len(given.get("in_factors") or given.get("out_factors") or (1,) * number)
         defaults = factorize(in_size, number), balanced_factors(out_size, number)
     else:
-        defaults = factorize(in_size, number)[::-1], factorize(out_size, number)
+        defaults = factorize(in_size, config.num_factors)[::-1], factorize(out_size, config.num_factors)
     in_factors = tuple(given.get("in_factors", defaults[0]))
     out_factors = tuple(given.get("out_factors", defaults[1]))
     check_factors(f"factor_pattern: in_factors of {name}", in_factors, in_size)
@@ -187,19 +218,31 @@ def _plan_layer(name: str, module: nn.Module, config: ComeraConfig) -> LayerPlan
             f"factor_pattern: in_factors={in_factors} and out_factors={out_factors} of {name} differ in number, but "
             f"each core of an embedding has one of both. Use out_factors={factorize(out_size, len(in_factors))}."
         )
-    sizes = _core_sizes(in_factors, out_factors) if embedding else (*in_factors, *out_factors)
-    rank = pattern_value(config.rank_pattern, name)
-    if isinstance(rank, list | tuple):
-        check_ranks(f"rank_pattern for {name}", rank, len(sizes) - 1)
-    return LayerPlan(
-        name=name,
-        kind="ttm_embedding" if embedding else "tt_linear",
-        in_size=in_size,
-        out_size=out_size,
-        in_factors=in_factors,
-        out_factors=out_factors,
-        ranks=useful_ranks(sizes, config.rank if rank is None else rank),
-    )
+    if embedding and config.embedding_width is not None and len(in_factors) == 1:  # a plain table, without padding
+        return (in_size,), (out_size,)
+    return in_factors, out_factors
+
+
+def _check_embedding(name: str, module: Any, width: int | None) -> None:
+    """Refuse a width that saves nothing, and what lookups change in the table, which is no longer there."""
+    if width is not None:
+        check_width(f"embedding_width of {name}", width, module.num_embeddings, module.embedding_dim)
+    if module.max_norm is not None:
+        raise ValueError(
+            f"{name!r} has max_norm={module.max_norm}, with which lookups rescale rows of the dense table; a "
+            f"compressed one has none. Add {name!r} to exclude_modules, or set its max_norm to None."
+        )
+
+
+def _check_width_is_used(model: nn.Module, layers: list[LayerPlan], config: ComeraConfig) -> None:
+    """Refuse a width where there is no embedding that could have it."""
+    if config.embedding_width is not None and not any(layer.kind == "factorized_embedding" for layer in layers):
+        found = sorted({type(module).__name__ for module in model.modules() if isinstance(module, nn.Embedding)})
+        raise ValueError(
+            f"embedding_width={config.embedding_width} is for embeddings, but none is compressed in "
+            f"{type(model).__name__}, whose embeddings are of type {', '.join(found) or '(none)'}. Name one of "
+            "exactly the type Embedding in target_modules, or use embedding_width=None."
+        )
 
 
 def _recorded_layers(model: nn.Module, recorded: dict[str, dict[str, Any]]) -> list[LayerPlan]:
@@ -221,18 +264,18 @@ def _recorded_layers(model: nn.Module, recorded: dict[str, dict[str, Any]]) -> l
 
 def _recorded_layer(name: str, module: nn.Module, entry: dict[str, Any]) -> LayerPlan:
     """What an entry, which is sound in itself, makes of ``module``."""
-    kind = "ttm_embedding" if type(module) is nn.Embedding else "tt_linear"
-    if type(module) not in COMPRESSIBLE_TYPES or entry["kind"] != kind:
+    if type(module) not in COMPRESSIBLE_TYPES or (type(module) is nn.Embedding) == (entry["kind"] == "tt_linear"):
         raise ValueError(
             f"config.json lists {name!r} with kind={entry['kind']!r}, but it is a {type(module).__name__} in this "
             "model. Restore the config.json that was saved with these weights, or load them with the class that did."
         )
     in_size, out_size = _sizes(module)
-    for side, size in (("in_factors", in_size), ("out_factors", out_size)):
+    for side, size in (("in_factors", in_size), ("out_factors", entry.get("width") or out_size)):
         check_factors(f"config.json, layers[{name!r}]: {side}", tuple(entry[side]), size)
     values: dict[str, Any] = {key: tuple(entry[key]) for key in ("in_factors", "out_factors", "ranks")}
-    values |= {"error": entry.get("error"), "rank_gates": entry.get("rank_gates", False)}
-    return LayerPlan(name=name, kind=kind, in_size=in_size, out_size=out_size, **values)
+    values |= {key: entry.get(key) for key in ("error", "width")}
+    values["rank_gates"] = entry.get("rank_gates", False)
+    return LayerPlan(name=name, kind=entry["kind"], in_size=in_size, out_size=out_size, **values)
 
 
 def _ties(model: nn.Module, selected: set[str]) -> dict[str, str]:
@@ -308,7 +351,8 @@ def _row(layer: LayerPlan, with_errors: bool) -> list[str]:
     factors = f"{_times(layer.in_factors)} -> {_times(layer.out_factors)}"
     error = [] if not with_errors else ["" if layer.error is None else f"{layer.error:.4f}"]
     counts = _counts(layer.dense_parameters, layer.parameters)
-    return [layer.name, layer.kind, factors, " ".join(map(str, layer.ranks)), *counts, *error]
+    kind = layer.kind if layer.width is None else f"{layer.kind} ({layer.width} wide)"
+    return [layer.name, kind, factors, " ".join(map(str, layer.ranks)), *counts, *error]
 
 
 def _times(factors: tuple[int, ...]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["KINDS", "check_record", "record_digest", "refuse_rank_activation"]
 
-KINDS = ("tt_linear", "ttm_embedding")
+KINDS = ("tt_linear", "ttm_embedding", "factorized_embedding")
 """What a layer may have become."""
 
 REMEDY = "Restore the config.json that was saved with these weights"
@@ -84,7 +84,7 @@ def _misfit(entry: Mapping[str, Any]) -> str | None:
     num_in, num_out, ranks = len(entry["in_factors"]), len(entry["out_factors"]), entry["ranks"]
     if not num_in or not num_out:
         return "in_factors and out_factors must have at least one factor each"
-    if entry["kind"] == "ttm_embedding" and num_in != num_out:
+    if entry["kind"] != "tt_linear" and num_in != num_out:
         return f"an embedding needs as many in_factors as out_factors, but there are {num_in} and {num_out}"
     num_bonds = (num_in + num_out if entry["kind"] == "tt_linear" else num_in) - 1
     if len(ranks) != num_bonds:
@@ -98,6 +98,8 @@ def _wrong_detail(entry: Mapping[str, Any]) -> str | None:
     error, gates = entry.get("error"), entry.get("rank_gates", False)
     if error is not None and (isinstance(error, bool) or not isinstance(error, int | float) or not error >= 0):
         return f"error={_shown(error)} is needed as a number of at least 0"
+    if (entry["kind"] == "factorized_embedding") != _are_integers([entry.get("width")], 1):
+        return f"width={_shown(entry.get('width'))} is needed as a positive integer of a factorized embedding alone"
     if not isinstance(gates, bool):
         return f"rank_gates={_shown(gates)} is needed as true or false"
     return None

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_comera.modules import TensorTrainModule
+from hf_comera.modules import compressed_layers
 
 __all__ = ["SizeReport", "print_trainable_parameters", "size_report"]
 
@@ -19,9 +19,9 @@ class SizeReport:
     dense_bytes: int
     bytes: int
     compressed_dense_parameters: int
-    """Entries of the dense weights that the tensor trains stand for."""
+    """Entries of the dense weights that the compressed layers stand for."""
     compressed_parameters: int
-    """Entries of all cores."""
+    """Entries of all cores, and of the tables and projections of factorized embeddings."""
     gate_parameters: int = 0
     """Entries of all rank gates, which are gone when training ends; the dense model has none."""
 
@@ -32,22 +32,22 @@ class SizeReport:
 
     @property
     def compressed_ratio(self) -> float:
-        """Dense over compressed parameters of the tensor-train layers alone; 1 if there are none."""
+        """Dense over compressed parameters of the compressed layers alone; 1 if there are none."""
         return self.compressed_dense_parameters / self.compressed_parameters if self.compressed_parameters else 1.0
 
     def __str__(self) -> str:
         """One line for logs."""
         return (
             f"parameters: {self.parameters:,} ({_megabytes(self.bytes)}), dense: {self.dense_parameters:,} "
-            f"({_megabytes(self.dense_bytes)}), ratio {self.ratio:.1f}x; tensor-train layers: "
+            f"({_megabytes(self.dense_bytes)}), ratio {self.ratio:.1f}x; compressed layers: "
             f"{self.compressed_parameters:,} for {self.compressed_dense_parameters:,}, {self.compressed_ratio:.1f}x; "
             f"trainable: {self.trainable_parameters:,} ({self.trainable_parameters / max(self.parameters, 1):.1%})"
         )
 
 
 def size_report(model: nn.Module) -> SizeReport:
-    """Count the parameters and bytes of ``model`` (any model; only tensor-train layers differ from dense)."""
-    trains = [module for module in model.modules() if isinstance(module, TensorTrainModule)]
+    """Count the parameters and bytes of ``model`` (any model; only compressed layers differ from dense)."""
+    trains = compressed_layers(model).values()
     compressed = sum(module.num_core_parameters for module in trains)
     dense = sum(module.num_dense_parameters for module in trains)
     parameters = list(model.parameters())

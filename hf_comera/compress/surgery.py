@@ -10,7 +10,15 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_comera.compress.plan import CompressionPlan, LayerPlan
-from hf_comera.modules import TensorTrainModule, TiedEmbedding, TiedHead, TTLinear, TTMEmbedding
+from hf_comera.modules import (
+    CompressedLayer,
+    FactorizedEmbedding,
+    TiedEmbedding,
+    TiedHead,
+    TTLinear,
+    TTMEmbedding,
+    compressed_layers,
+)
 from hf_comera.tt.decomposition import relative_error
 
 __all__ = [
@@ -24,8 +32,8 @@ __all__ = [
 ]
 
 
-def build_layer(layer: LayerPlan, dense: Any, device: torch.device | str | None = None) -> TensorTrainModule:
-    """An uninitialised or freshly drawn tensor-train layer in place of ``dense``, with its dtype and training mode."""
+def build_layer(layer: LayerPlan, dense: Any, device: torch.device | str | None = None) -> CompressedLayer:
+    """An uninitialised or freshly drawn compressed layer in place of ``dense``, with its dtype and training mode."""
     settings: dict[str, Any] = {
         "in_factors": layer.in_factors,
         "out_factors": layer.out_factors,
@@ -33,8 +41,12 @@ def build_layer(layer: LayerPlan, dense: Any, device: torch.device | str | None 
         "device": device,
         "dtype": dense.weight.dtype,
     }
-    if layer.kind == "ttm_embedding":
-        new: TensorTrainModule = TTMEmbedding(layer.in_size, layer.out_size, padding_idx=dense.padding_idx, **settings)
+    new: CompressedLayer
+    if layer.width is not None:
+        settings["padding_idx"] = dense.padding_idx
+        new = FactorizedEmbedding(layer.in_size, layer.out_size, layer.width, **settings)
+    elif layer.kind == "ttm_embedding":
+        new = TTMEmbedding(layer.in_size, layer.out_size, padding_idx=dense.padding_idx, **settings)
     else:
         bias = getattr(dense, "bias", None)
         settings["transposed"] = isinstance(dense, Conv1D)
@@ -44,13 +56,16 @@ def build_layer(layer: LayerPlan, dense: Any, device: torch.device | str | None 
     return new.train(dense.training)
 
 
-def decompose_layer(layer: LayerPlan, dense: Any, weight: Tensor) -> tuple[TensorTrainModule, float]:
-    """The TT-SVD of ``weight`` in a new layer, and its relative Frobenius error.
+def decompose_layer(
+    layer: LayerPlan, dense: Any, weight: Tensor, token_counts: Tensor | None = None
+) -> tuple[CompressedLayer, float]:
+    """The TT-SVD (or factorization) of ``weight`` in a new layer, and its relative Frobenius error.
 
     The bias of ``dense`` is carried over as the object it is. The new layer lives on the device of ``weight``.
 
     Raises:
-        ValueError: If ``weight`` holds NaN or infinity, or nothing at all (meta device).
+        ValueError: If ``weight`` holds NaN or infinity, or nothing at all (meta device), or ``token_counts`` are not
+            those of a factorized embedding.
     """
     if weight.is_meta:
         raise ValueError(
@@ -63,7 +78,10 @@ def decompose_layer(layer: LayerPlan, dense: Any, weight: Tensor) -> tuple[Tenso
             f"Repair the checkpoint, or add {layer.name!r} to exclude_modules."
         )
     new = build_layer(layer, dense, device="meta")
-    new.load_dense(weight)
+    if isinstance(new, FactorizedEmbedding):
+        new.load_dense(weight, token_counts)
+    else:
+        new.load_dense(weight)
     if isinstance(new, TTLinear):
         new.bias = dense.bias
     for core in new.cores():
@@ -71,7 +89,7 @@ def decompose_layer(layer: LayerPlan, dense: Any, weight: Tensor) -> tuple[Tenso
     return new, relative_error(new.dense().detach(), weight)
 
 
-def decompose_model(model: nn.Module, plan: CompressionPlan) -> dict[str, float]:
+def decompose_model(model: nn.Module, plan: CompressionPlan, token_counts: Tensor | None = None) -> dict[str, float]:
     """Replace the planned layers of a live model by their TT-SVD; returns the relative error of each.
 
     All layers are decomposed before the first is replaced: an error leaves the model as it was.
@@ -79,7 +97,7 @@ def decompose_model(model: nn.Module, plan: CompressionPlan) -> dict[str, float]
     new, errors = {}, {}
     for layer in tqdm(plan.layers, desc="TT-SVD", unit="layer", leave=False, delay=2.0):
         dense: Any = model.get_submodule(layer.name)
-        new[layer.name], errors[layer.name] = decompose_layer(layer, dense, dense.weight.detach())
+        new[layer.name], errors[layer.name] = decompose_layer(layer, dense, dense.weight.detach(), token_counts)
     _swap(model, plan, new.__getitem__)
     return errors
 
@@ -90,7 +108,7 @@ def replace_layers(model: nn.Module, plan: CompressionPlan, device: torch.device
     _swap(model, plan, lambda name: build_layer(layers[name], model.get_submodule(name), device))
 
 
-def _swap(model: nn.Module, plan: CompressionPlan, new_layer: Callable[[str], TensorTrainModule]) -> None:
+def _swap(model: nn.Module, plan: CompressionPlan, new_layer: Callable[[str], CompressedLayer]) -> None:
     untie(model, plan.ties)
     for layer in plan.layers:
         model.set_submodule(layer.name, new_layer(layer.name))
@@ -101,7 +119,7 @@ def link_tied(model: nn.Module, ties: dict[str, str]) -> None:
     """Put modules that compute with the cores of their source in place of tied heads and embeddings."""
     for name, source_name in ties.items():
         old, source = model.get_submodule(name), model.get_submodule(source_name)
-        if isinstance(source, TTMEmbedding):
+        if isinstance(source, TTMEmbedding | FactorizedEmbedding):
             new = (
                 TiedEmbedding(source)
                 if isinstance(old, nn.Embedding)
@@ -139,8 +157,8 @@ def _without_ties(part: PreTrainedModel, prefix: str, tied_keys: set[str]) -> di
 
 
 def merge_model(model: PreTrainedModel) -> None:
-    """Turn every tensor-train layer back into the dense layer that it stands for, ties included."""
-    trains = {name: m for name, m in model.named_modules() if isinstance(m, TensorTrainModule)}
+    """Turn every compressed layer back into the dense layer that it stands for, ties included."""
+    trains = compressed_layers(model)
     tied = {name: m for name, m in model.named_modules() if isinstance(m, TiedHead | TiedEmbedding)}
     dense: dict[str, Any] = {name: _dense_layer(module) for name, module in trains.items()}
     by_source = {id(module): dense[name] for name, module in trains.items()}
@@ -159,9 +177,9 @@ def merge_model(model: PreTrainedModel) -> None:
     model.tie_weights()
 
 
-def _dense_layer(module: TensorTrainModule) -> nn.Module:
+def _dense_layer(module: CompressedLayer) -> nn.Module:
     weight = nn.Parameter(module.dense().detach().contiguous(), requires_grad=module.cores()[0].requires_grad)
-    if isinstance(module, TTMEmbedding):
+    if isinstance(module, TTMEmbedding | FactorizedEmbedding):
         return _with_weight(nn.Embedding, module.weight_shape(), weight, padding_idx=module.padding_idx)
     assert isinstance(module, TTLinear)
     if module.transposed:

@@ -16,7 +16,7 @@ from hf_comera.compress.matching import COMPRESSIBLE_TYPES
 from hf_comera.compress.plan import CompressionPlan, plan
 from hf_comera.compress.surgery import decompose_model, replace_layers
 from hf_comera.hub.model import attach
-from hf_comera.modules import TensorTrainModule, TiedHead
+from hf_comera.modules import CompressedLayer, TiedHead
 from hf_comera.modules.lazy_weight import edits_left_out
 
 __all__ = ["get_comera_model"]
@@ -28,6 +28,7 @@ def get_comera_model(
     *,
     config: PreTrainedConfig | None = None,
     dtype: torch.dtype | None = None,
+    token_counts: Tensor | None = None,
 ) -> PreTrainedModel:
     """Compress a model, or build one in compressed form from the start.
 
@@ -37,6 +38,8 @@ def get_comera_model(
         comera_config: What to compress and how far.
         config: The Transformers config of a new model.
         dtype: Dtype of a new model; default is that of ``config``, or else float32.
+        token_counts: ``(vocabulary,)``, how often each token occurs in the data, for a live model with
+            ``embedding_width``: the factors of its embedding are then best for the tokens that are used.
 
     Returns:
         An ordinary Transformers model whose targeted layers are tensor trains, with the methods of
@@ -46,8 +49,8 @@ def get_comera_model(
     Where less than half of the parameters is in compressed layers, a warning names the largest parts that are not.
 
     Raises:
-        ValueError: If ``config`` is missing or superfluous, a setting does not fit, or the model is already
-            compressed. A live model is then left as it was.
+        ValueError: If ``config`` or ``token_counts`` is missing or superfluous, a setting does not fit, or the model
+            is already compressed. A live model is then left as it was.
 
     Source:
         CoMERA, arXiv:2405.14377 (training in tensor-train form from the first step).
@@ -58,7 +61,12 @@ def get_comera_model(
             raise ValueError(
                 "config and dtype are for new models; a live model has both. Pass the model's class instead."
             )
-        return _compress(model, comera_config)
+        return _compress(model, comera_config, token_counts)
+    if token_counts is not None:
+        raise ValueError(
+            "token_counts weigh the rows of a trained embedding, but a new model has none. Pass a live model, such as "
+            "AutoModelForMaskedLM.from_pretrained(...), or token_counts=None."
+        )
     if isinstance(model, str):
         raise ValueError(
             f"model={model!r} is a name. For its trained weights: AutoModel.from_pretrained({model!r}, "
@@ -90,13 +98,18 @@ def _check_fresh(comera_config: Any) -> None:
         )
 
 
-def _compress(model: nn.Module, comera_config: ComeraConfig) -> PreTrainedModel:
+def _compress(model: nn.Module, comera_config: ComeraConfig, token_counts: Tensor | None) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"{type(model).__name__} is not a Transformers PreTrainedModel. Compress the model inside it, or use the "
             "layers of hf_comera.modules directly."
         )
-    errors = decompose_model(model, plan(model, comera_config))
+    if token_counts is not None and comera_config.embedding_width is None:
+        raise ValueError(
+            "token_counts are for factorized embeddings, but embedding_width=None. Use for example "
+            "ComeraConfig(embedding_width=128), or token_counts=None."
+        )
+    errors = decompose_model(model, plan(model, comera_config), token_counts)
     warn_if_mostly_dense(model)
     return attach(model, comera_config, errors)
 
@@ -177,7 +190,7 @@ def _draw(model: PreTrainedModel, compression: CompressionPlan, stds: dict[str, 
     """Fill the cores so that the implied weights have the deviations that the architecture asks for."""
     for layer in compression.layers:
         module = model.get_submodule(layer.name)
-        assert isinstance(module, TensorTrainModule)
+        assert isinstance(module, CompressedLayer)
         std = stds.get(f"{layer.name}.weight")
         module.reset_parameters(std) if std else module.reset_parameters()
     for module in model.modules():

@@ -32,7 +32,11 @@ TASKS = {
     "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
 }
 
-KIND_NAMES = {"tt_linear": "linear layer", "ttm_embedding": "embedding"}
+KIND_NAMES = {
+    "tt_linear": "linear layer",
+    "ttm_embedding": "embedding",
+    "factorized_embedding": "factorized embedding",
+}
 METRIC_FIELDS = ("name", "value", "measured_on")
 OWN_PART = re.compile(r"<!-- hf_comera:begin.*?<!-- hf_comera:end -->", re.DOTALL)
 OWN_COMMENT = "<!-- hf_comera:"

@@ -7,7 +7,7 @@ behind.
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,16 +51,14 @@ def check_checkpoint(files: Sequence[str], config: ComeraConfig) -> None:
     Raises:
         ValueError: With the file, the layer, what was found and what to do.
     """
-    layers = config.layers or {}
-    recorded = {name: (len(entry["ranks"]) + 1, entry.get("rank_gates", False)) for name, entry in layers.items()}
-    if not recorded:
+    if not config.layers:
         raise ValueError(
             f"{files[0]}: config.json says quant_method='comera', but its quantization_config.layers names no "
             "compressed layer. Restore the config.json that was saved with these weights."
         )
     _check_saves(files, config)
-    stored = read_layers(files)
-    if not stored:
+    recorded, stored = _with_cores(config.layers), read_layers(files)
+    if recorded and not stored:
         raise ValueError(
             f"{files[0]} holds no tensor-train cores, though config.json says quant_method='comera'. Restore the "
             "matching file, or remove quantization_config from config.json."
@@ -73,6 +71,15 @@ def check_checkpoint(files: Sequence[str], config: ComeraConfig) -> None:
     suspects = [name for name, form in recorded.items() if name in stored and stored[name].form != form]
     name = next(iter(suspects or [name for name in recorded if name not in stored] or recorded))
     raise ValueError(_disagreement(name, recorded[name], stored.get(name), files, len(recorded), len(stored)))
+
+
+def _with_cores(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[int, bool]]:
+    """The form of each recorded layer that has cores: of a factorized embedding its narrow table may be a train."""
+    cored = {name: entry for name, entry in layers.items() if "width" not in entry or entry["ranks"]}
+    return {
+        f"{name}.table" if "width" in entry else name: (len(entry["ranks"]) + 1, entry.get("rank_gates", False))
+        for name, entry in cored.items()
+    }
 
 
 def is_dense_checkpoint(files: Sequence[str]) -> bool:

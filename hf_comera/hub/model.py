@@ -25,7 +25,15 @@ from hf_comera.compress.surgery import merge_model
 from hf_comera.hub.parts import compressed_parts
 from hf_comera.hub.saving import NOTICE, RECORDS, SAVE_ID, atomic_save, new_save_id, stamped
 from hf_comera.memory import ActivationPolicy, set_activation_policy
-from hf_comera.modules import TensorTrainModule, TiedEmbedding, TiedHead, TTMEmbedding
+from hf_comera.modules import (
+    CompressedLayer,
+    FactorizedEmbedding,
+    TiedEmbedding,
+    TiedHead,
+    TTLinear,
+    TTMEmbedding,
+    compressed_layers,
+)
 from hf_comera.modules.fusion import fuse, unfuse
 from hf_comera.modules.head_and_loss import LANGUAGE_MODELS, HeadAndLoss, head_and_loss_forward, set_head_and_loss
 
@@ -82,7 +90,9 @@ class ComeraModel:
         """What was compressed, with true ranks and, where measured, the error of each decomposition. Print it."""
         report = size_report(self)
         recorded = self.config.quantization_config.layers
-        layers = [_layer_plan(name, module, recorded.get(name, {})) for name, module in _trains(self).items()]
+        layers = [
+            _layer_plan(name, module, recorded.get(name, {})) for name, module in compressed_layers(self).items()
+        ]
         return CompressionPlan(layers=layers, dense_parameters=report.dense_parameters)
 
     def print_trainable_parameters(self) -> None:
@@ -125,7 +135,7 @@ class ComeraModel:
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Not possible for a compressed embedding; raises unless nothing would change."""
         embedding = self.get_input_embeddings()
-        if not isinstance(embedding, TTMEmbedding):
+        if not isinstance(embedding, TTMEmbedding | FactorizedEmbedding):
             return super().resize_token_embeddings(*args, **kwargs)
         asked = {**dict(zip(("new_num_tokens", "pad_to_multiple_of"), args, strict=False)), **kwargs}
         multiple = asked.get("pad_to_multiple_of") or 1
@@ -134,7 +144,7 @@ class ComeraModel:
             return embedding
         raise ValueError(self._how_to_resize(embedding, new_size))
 
-    def _how_to_resize(self, embedding: TTMEmbedding, new_size: int) -> str:
+    def _how_to_resize(self, embedding: TTMEmbedding | FactorizedEmbedding, new_size: int) -> str:
         (name,) = (name for name, module in self.named_modules() if module is embedding)
         dense = f"ComeraConfig(exclude_modules=[{name.rpartition('.')[2]!r}], ...)"
         return (
@@ -272,7 +282,8 @@ def _record_layers(model: PreTrainedModel) -> None:
     config = model.config.quantization_config
     recorded = config.layers or {}
     config.layers = {
-        name: _layer_plan(name, module, recorded.get(name, {})).to_json() for name, module in _trains(model).items()
+        name: _layer_plan(name, module, recorded.get(name, {})).to_json()
+        for name, module in compressed_layers(model).items()
     }
 
 
@@ -285,23 +296,20 @@ def _new_stamp(model: PreTrainedModel) -> dict[str, str]:
     return {SAVE_ID: save_id, RECORDS: " ".join(record_digest(config.layers) for config in configs)}
 
 
-def _layer_plan(name: str, module: TensorTrainModule, recorded: dict[str, Any]) -> LayerPlan:
-    embedding = isinstance(module, TTMEmbedding)
+def _layer_plan(name: str, module: CompressedLayer, recorded: dict[str, Any]) -> LayerPlan:
+    factorized, linear = isinstance(module, FactorizedEmbedding), isinstance(module, TTLinear)
     return LayerPlan(
         name=name,
-        kind="ttm_embedding" if embedding else "tt_linear",
-        in_size=module.num_embeddings if embedding else module.in_features,
-        out_size=module.embedding_dim if embedding else module.out_features,
+        kind="tt_linear" if linear else "factorized_embedding" if factorized else "ttm_embedding",
+        in_size=module.in_features if linear else module.num_embeddings,
+        out_size=module.out_features if linear else module.embedding_dim,
         in_factors=module.in_factors,
         out_factors=module.out_factors,
         ranks=module.ranks,
         error=recorded.get("error"),
         rank_gates=bool(module.rank_gates()),
+        width=module.width if factorized else None,
     )
-
-
-def _trains(model: PreTrainedModel) -> dict[str, TensorTrainModule]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, TensorTrainModule)}
 
 
 @functools.cache

@@ -6,17 +6,17 @@ from transformers import PreTrainedModel
 
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.record import check_record
-from hf_comera.modules import TensorTrainModule
+from hf_comera.modules import CompressedLayer
 
 __all__ = ["adopt_parts", "compressed_parts"]
 
 
 def compressed_parts(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-    """The parts that hold tensor-train layers and do not share the config of what is around them, by name."""
+    """The parts that hold compressed layers and do not share the config of what is around them, by name."""
     return {
         name: part
         for name, part in _parts(model).items()
-        if any(isinstance(module, TensorTrainModule) for module in part.modules())
+        if any(isinstance(module, CompressedLayer) for module in part.modules())
     }
 
 

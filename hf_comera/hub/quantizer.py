@@ -32,7 +32,7 @@ from hf_comera.hub.checkpoint import check_checkpoint, is_dense_checkpoint
 from hf_comera.hub.model import attach, guard_keys
 from hf_comera.hub.parts import adopt_parts
 from hf_comera.hub.saving import NOTICE
-from hf_comera.modules import TensorTrainModule, TiedHead
+from hf_comera.modules import CompressedLayer, TensorTrainModule, TiedHead
 from hf_comera.modules.lazy_weight import edits_left_out
 
 __all__ = ["ComeraQuantizer", "register"]
@@ -101,6 +101,8 @@ class ComeraQuantizer(HfQuantizer):
         """Dense weights that are to be decomposed; of a compressed file the cores, whose ranks the file decides."""
         assert self.plan is not None
         module_name, _, parameter = param_name.rpartition(".")
+        if _is_train_parameter(param_name):
+            module_name = module_name.removesuffix(".table")  # of a factorized embedding
         wanted = _is_train_parameter(param_name) if self.pre_quantized else parameter == "weight"
         return wanted and not self.is_dense and module_name in self.plan.by_name
 
@@ -154,7 +156,7 @@ class ComeraQuantizer(HfQuantizer):
     def _warn_of_dense_layers(self, model: PreTrainedModel) -> None:
         """Of a dense checkpoint that lacks targeted layers, say for another head, nothing was decomposed there."""
         assert self.plan is not None
-        dense = [x.name for x in self.plan.layers if not isinstance(model.get_submodule(x.name), TensorTrainModule)]
+        dense = [x.name for x in self.plan.layers if not isinstance(model.get_submodule(x.name), CompressedLayer)]
         if dense:
             logger.warning(
                 "%d targeted layers are not in the checkpoint and stay dense, for example %s. To compress them too, "
@@ -240,7 +242,7 @@ def _initialize_weights(quantizer: ComeraQuantizer, model: PreTrainedModel) -> A
         if isinstance(module, TiedHead):
             if not getattr(module.bias, "_is_hf_initialized", False):
                 module.reset_parameters()
-        elif isinstance(module, TensorTrainModule):
+        elif isinstance(module, CompressedLayer):
             if not _has_come(module.parameters(recurse=False)):
                 module.reset_parameters()
                 quantizer.missing.append(module)

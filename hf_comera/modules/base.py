@@ -1,4 +1,4 @@
-"""What every layer in tensor-train form has: cores and rank gates as flat parameters, ranks, a lazy dense weight."""
+"""What compressed layers have: a lazy dense weight; in tensor-train form also flat cores and rank gates, and ranks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,10 +11,84 @@ from hf_comera.modules.lazy_weight import lazy_weight
 from hf_comera.ops.precision import autocast_input
 from hf_comera.tt.gates import scale_cores
 
-__all__ = ["TensorTrainModule", "removed_output"]
+__all__ = ["CompressedLayer", "TensorTrainModule", "compressed_layers", "removed_output"]
 
 
-class TensorTrainModule(nn.Module):
+class CompressedLayer(nn.Module):
+    """Base of the layers that stand for a dense weight and keep the factors of a product in its place.
+
+    Reports, surgery and checkpoints know compressed layers by it; ranks are trained of tensor trains alone.
+    """
+
+    in_factors: tuple[int, ...]
+    out_factors: tuple[int, ...]
+
+    def cores(self) -> list[Tensor]:
+        """The factors of the product, first to last."""
+        raise NotImplementedError
+
+    def rank_gates(self) -> list[Tensor]:
+        """The gates of the inner bonds, first to last; none unless ranks are being trained."""
+        return []
+
+    def add_rank_gates(self) -> None:
+        """Put a gate of ones on every inner bond, in float32 (float64 beside such cores); nothing computed changes."""
+        raise NotImplementedError
+
+    def train_parameters(self) -> list[Tensor]:
+        """Cores and gates: all of which the weight is made."""
+        return self.cores() + self.rank_gates()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the inner bonds."""
+        raise NotImplementedError
+
+    @property
+    def num_core_parameters(self) -> int:
+        """Entries of all that the layer keeps in place of the weight, gates not counted."""
+        return sum(core.numel() for core in self.cores())
+
+    @property
+    def num_dense_parameters(self) -> int:
+        """Entries of the dense weight that the layer stands for."""
+        return math.prod(self.weight_shape())
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, lazily: nothing is built until somebody computes with it."""
+        if torch.compiler.is_compiling():  # the stand-in cannot be traced; an unused dense matrix is dead code there
+            return self.dense()
+        return lazy_weight(self)
+
+    def weight_shape(self) -> tuple[int, int]:
+        """Shape of the dense weight that this layer replaces."""
+        raise NotImplementedError
+
+    def reset_parameters(self, std: float | None = None) -> None:
+        """Draw new values; the entries of the implied matrix have deviation ``std`` (default: that of torch.nn)."""
+        raise NotImplementedError
+
+    def draw(self, std: float) -> None:
+        """Draw new values; the entries of the implied matrix have deviation ``std``. Nothing else changes."""
+        raise NotImplementedError
+
+    def dense(self) -> Tensor:
+        """The dense weight, differentiable, in the layout of the layer that this one replaces."""
+        raise NotImplementedError
+
+    def load_dense(self, weight: Tensor) -> None:
+        """Take over ``weight`` (of shape :meth:`weight_shape`) as well as this layer's ranks can."""
+        raise NotImplementedError
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """The empty tensor that a checkpoint has under the name of the dense weight is no part of the state."""
+        if (guard := state_dict.get(f"{prefix}weight")) is not None and guard.numel() == 0:
+            del state_dict[f"{prefix}weight"]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class TensorTrainModule(CompressedLayer):
     """Base of the layers whose weight is a product of cores ``core_0``, ``core_1``, ...
 
     Cores are direct parameters, so checkpoint keys are flat and stable. Nothing keeps a reference to a core: loading
@@ -25,8 +99,6 @@ class TensorTrainModule(nn.Module):
     """
 
     num_cores: int
-    in_factors: tuple[int, ...]
-    out_factors: tuple[int, ...]
 
     def _register_cores(
         self, shapes: Sequence[tuple[int, ...]], device: torch.device | str | None, dtype: torch.dtype | None
@@ -45,10 +117,6 @@ class TensorTrainModule(nn.Module):
         if getattr(self, "rank_gate_0", None) is None:  # all bonds have one, or none
             return []
         return [getattr(self, f"rank_gate_{index}") for index in range(self.num_cores - 1)]
-
-    def train_parameters(self) -> list[Tensor]:
-        """Cores and gates: all that the ranks give their shapes."""
-        return self.cores() + self.rank_gates()
 
     def gated_cores(self) -> list[Tensor]:
         """The cores with the gates multiplied in, differentiable: what the layer computes with."""
@@ -80,45 +148,8 @@ class TensorTrainModule(nn.Module):
         """Ranks of the inner bonds, read from the cores."""
         return tuple(core.shape[-1] for core in self.cores()[:-1])
 
-    @property
-    def num_core_parameters(self) -> int:
-        """Entries of all cores."""
-        return sum(core.numel() for core in self.cores())
-
-    @property
-    def num_dense_parameters(self) -> int:
-        """Entries of the dense weight that the cores stand for."""
-        return math.prod(self.weight_shape())
-
-    @property
-    def weight(self) -> Tensor:
-        """The dense weight, lazily: nothing is built until somebody computes with it."""
-        if torch.compiler.is_compiling():  # the stand-in cannot be traced; an unused dense matrix is dead code there
-            return self.dense()
-        return lazy_weight(self)
-
-    def weight_shape(self) -> tuple[int, int]:
-        """Shape of the dense weight that this layer replaces."""
-        raise NotImplementedError
-
     def expected_factors(self) -> list[int]:
         """Middle axes of all cores in order, as the factors demand."""
-        raise NotImplementedError
-
-    def reset_parameters(self, std: float | None = None) -> None:
-        """Draw new cores; the entries of the implied matrix have deviation ``std`` (default: that of torch.nn)."""
-        raise NotImplementedError
-
-    def draw(self, std: float) -> None:
-        """Draw new cores; the entries of the implied matrix have deviation ``std``. Nothing else changes."""
-        raise NotImplementedError
-
-    def dense(self) -> Tensor:
-        """The dense weight, differentiable, in the layout of the layer that this one replaces."""
-        raise NotImplementedError
-
-    def load_dense(self, weight: Tensor) -> None:
-        """Replace the cores by the TT-SVD of ``weight`` (of shape :meth:`weight_shape`), at this layer's ranks."""
         raise NotImplementedError
 
     def _check_ranks_left(self) -> None:
@@ -167,12 +198,7 @@ class TensorTrainModule(nn.Module):
                 destination[prefix + name] = parameter.detach().new_empty(1)[:0].view(parameter.shape)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take on the ranks of the state first: training that has pruned ranks is resumed from it.
-
-        The empty tensor that a checkpoint has under the name of the dense weight is no part of the state.
-        """
-        if (guard := state_dict.get(f"{prefix}weight")) is not None and guard.numel() == 0:
-            del state_dict[f"{prefix}weight"]
+        """Take on the ranks of the state first: training that has pruned ranks is resumed from it."""
         if f"{prefix}rank_gate_0" in state_dict and not self.rank_gates():
             self.add_rank_gates()
         for name, parameter in self._parameters.items():
@@ -193,6 +219,15 @@ def _resize(parameter: Tensor, shape: torch.Size) -> None:
     new = parameter.data.new_empty(shape)
     parameter.data = new.float() if new.dtype == torch.float16 else new.half()
     parameter.data = new
+
+
+def compressed_layers(model: nn.Module) -> dict[str, CompressedLayer]:
+    """The compressed layers of ``model`` by their names, without those that are parts of others."""
+    found: dict[str, CompressedLayer] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, CompressedLayer) and name.rpartition(".")[0] not in found:
+            found[name] = module
+    return found
 
 
 def removed_output(x: Tensor, features: int, bias: Tensor | None) -> Tensor:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, modeling_outputs
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.utils.generic import ModelOutput
 
+from hf_comera.modules.factorized_embedding import FactorizedEmbedding
 from hf_comera.modules.tied import TiedHead
 from hf_comera.modules.tt_linear import TTLinear
 from hf_comera.ops.fused_loss import IGNORED, has_values, head_cross_entropy, is_recorded
@@ -151,6 +152,8 @@ class HeadAndLoss:
                 hidden, labels = hidden.flatten(0, -2)[places], labels.flatten()[places]
             hidden = headless.head(hidden)
         projection = head.get_submodule(self.projection)
+        if isinstance(source := getattr(projection, "source", None), FactorizedEmbedding):
+            hidden = source.narrow(hidden)
         summed = head_cross_entropy(hidden, _table(projection), projection.bias, labels, ignore_index=ignored)
         if self.loss == LOSS_FUNCTION:  # which computes in float32, whatever the model
             summed = summed.float()
@@ -361,7 +364,8 @@ def _all(labels: Tensor) -> Tensor:
 
 def _is_plain(head: nn.Module) -> bool:
     """Whether nothing wants to see calls of ``head`` or of its projection, nor brings in what this is tied to."""
-    sources = [module.source for module in head.modules() if isinstance(module, TiedHead)]
+    tied = (module.source.modules() for module in head.modules() if isinstance(module, TiedHead))
+    sources = [part for parts in tied for part in parts]
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_hf_hook")
     if any(getattr(module, name, None) for module in head.modules() for name in hooks):
         return False
@@ -377,7 +381,8 @@ def _is_projection(module: nn.Module) -> bool:
 def _table(projection: nn.Module) -> Tensor:
     """``(vocabulary, width)``, differentiable; of tensor trains it is built for this one use."""
     if isinstance(projection, TiedHead):
-        return projection.source.dense()
+        source = projection.source
+        return source.narrow_table() if isinstance(source, FactorizedEmbedding) else source.dense()
     return projection.dense() if isinstance(projection, TTLinear) else projection.weight
 
 

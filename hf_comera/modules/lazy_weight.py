@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
-    from hf_comera.modules.base import TensorTrainModule
+    from hf_comera.modules.base import CompressedLayer
 
 __all__ = ["FREE_QUESTIONS", "LazyWeight", "edits_left_out", "lazy_weight"]
 
@@ -39,7 +39,7 @@ FREE_QUESTIONS = {getattr(Tensor, name).__get__ for name in _FREE_PROPERTIES} | 
 _OF_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)
 
 
-def lazy_weight(module: TensorTrainModule) -> Tensor:
+def lazy_weight(module: CompressedLayer) -> Tensor:
     """The lazy dense weight of ``module``, linked to its cores for autograd."""
     return _LinkToCores.apply(module, *module.train_parameters())
 
@@ -49,13 +49,13 @@ class LazyWeight(Tensor):
 
     # Transformers' initialisers leave flagged tensors alone; filling a dense copy would be lost work.
     _is_hf_initialized = True
-    _module: TensorTrainModule
+    _module: CompressedLayer
     _detached: bool
 
     @staticmethod
-    def __new__(cls, module: TensorTrainModule, detached: bool = False) -> LazyWeight:
+    def __new__(cls, module: CompressedLayer, detached: bool = False) -> LazyWeight:
         """Make the stand-in for ``module.dense()``, or for what ``.data`` of it would be."""
-        core = module.core_0
+        core = module.cores()[0]
         weight = Tensor._make_wrapper_subclass(cls, module.weight_shape(), dtype=core.dtype, device=core.device)
         weight._module, weight._detached = module, detached
         return weight
@@ -73,7 +73,7 @@ class LazyWeight(Tensor):
         if func == Tensor.requires_grad.__get__:  # a new wrapper at each access: never identical
             return any(parameter.requires_grad for parameter in args[0]._module.train_parameters())
         if func == Tensor.data_ptr:  # PEFT tells by it which weights are tied
-            return args[0]._module.core_0.data_ptr()
+            return args[0]._module.cores()[0].data_ptr()
         if func == Tensor.data.__get__:
             return cls(args[0]._module, detached=True)
         if func in _DEVIATIONS:
@@ -91,7 +91,7 @@ class LazyWeight(Tensor):
 class DenseView(Tensor):
     """The dense matrix of a layer, or a view of it: an ordinary tensor to compute with, which cannot be edited."""
 
-    _module: TensorTrainModule
+    _module: CompressedLayer
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,7 +107,7 @@ class _LinkToCores(torch.autograd.Function):
     """Gives the lazy weight a gradient path, so that no caller can lose gradients silently."""
 
     @staticmethod
-    def forward(ctx: Any, module: TensorTrainModule, *cores: Tensor) -> LazyWeight:
+    def forward(ctx: Any, module: CompressedLayer, *cores: Tensor) -> LazyWeight:
         ctx.module = module
         return LazyWeight(module)
 
@@ -140,7 +140,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(lambda value: _guarded(value, owners), result)
 
 
-def _guarded(value: Any, owners: list[tuple[Tensor, TensorTrainModule]]) -> Any:
+def _guarded(value: Any, owners: list[tuple[Tensor, CompressedLayer]]) -> Any:
     if isinstance(value, np.ndarray):
         value.flags.writeable = False
     elif type(value) is Tensor:
@@ -183,7 +183,8 @@ def _refuse_edit(func: Any, weight: LazyWeight | DenseView) -> LazyWeight | Dens
     if func in _OF_REQUIRES_GRAD:
         raise RuntimeError(
             f"requires_grad of the weight cannot be set, since {kind} keeps it as cores. To freeze the layer: "
-            "for p in layer.parameters(): p.requires_grad_(False). By name, its parameters end in core_0, core_1, ..."
+            "for p in layer.parameters(): p.requires_grad_(False). By name, its parameters end in "
+            f"{', '.join(name for name, _ in weight._module.named_parameters())}."
         )
     raise RuntimeError(
         f"weight.{func.__name__} would change a dense copy of what {kind} keeps as cores, and nothing else. To draw "

@@ -1,4 +1,4 @@
-"""Heads and embeddings that compute with the cores of a ``TTMEmbedding`` which they do not own.
+"""Heads and embeddings that compute with the cores of a compressed embedding which they do not own.
 
 The reference is hidden from ``nn.Module``: the cores appear once in ``parameters()`` and in checkpoints, so there is
 nothing to tie again after loading, and deep copies and pickles keep the link.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from hf_comera.modules.factorized_embedding import FactorizedEmbedding
 from hf_comera.modules.ttm_embedding import TTMEmbedding
 
 __all__ = ["TiedEmbedding", "TiedHead"]
@@ -16,18 +17,18 @@ __all__ = ["TiedEmbedding", "TiedHead"]
 class _Tied(nn.Module):
     """Holds the unregistered reference."""
 
-    _source: tuple[TTMEmbedding]
+    _source: tuple[TTMEmbedding | FactorizedEmbedding]
 
-    def __init__(self, source: TTMEmbedding) -> None:
+    def __init__(self, source: TTMEmbedding | FactorizedEmbedding) -> None:
         super().__init__()
         self.link(source)
 
-    def link(self, source: TTMEmbedding) -> None:
+    def link(self, source: TTMEmbedding | FactorizedEmbedding) -> None:
         """Compute with ``source`` from now on."""
         self.__dict__["_source"] = (source,)  # a tuple in __dict__ escapes nn.Module's registration
 
     @property
-    def source(self) -> TTMEmbedding:
+    def source(self) -> TTMEmbedding | FactorizedEmbedding:
         """The embedding that owns the cores."""
         return self._source[0]
 
@@ -38,7 +39,7 @@ class _Tied(nn.Module):
 
 
 class TiedHead(_Tied):
-    """Output head whose weight is the table of a ``TTMEmbedding``: ``logits = x @ table.T + bias``.
+    """Output head whose weight is the table of a compressed embedding: ``logits = x @ table.T + bias``.
 
     Args:
         source: The embedding that owns the cores.
@@ -50,7 +51,7 @@ class TiedHead(_Tied):
 
     bias: Tensor | None
 
-    def __init__(self, source: TTMEmbedding, bias: nn.Parameter | None = None) -> None:
+    def __init__(self, source: TTMEmbedding | FactorizedEmbedding, bias: nn.Parameter | None = None) -> None:
         super().__init__(source)
         self.register_parameter("bias", bias)
         self.in_features, self.out_features = source.embedding_dim, source.num_embeddings

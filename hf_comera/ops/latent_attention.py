@@ -1,8 +1,9 @@
 """Multi-head latent attention with absorbed projections: keys and values stay latents of r numbers a token.
 
-With ``query = latent_q @ right_q`` and ``key = latent_k @ right_k``, the scores of a head are
-``latent_q M latent_k.T`` with a small ``M = right_q right_k.T``. So all heads share one key, ``latent_k``, and one value, ``latent_v``, as in
-multi-query attention. Each head's context is a latent too and goes to the output layer by ``right_v left_o.T``.
+With ``query = latent_q @ right_q`` and ``key = latent_k @ right_k``, the scores of a head are ``latent_q M
+latent_k.T`` with a small ``M = right_q right_k.T``. So all heads share one key, ``latent_k``, and one value,
+``latent_v``, as in multi-query attention. Each head's context is a latent too and goes to the output layer by
+``right_v left_o.T``.
 
 Exact up to rounding, with any mask and dropout.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["relative_error", "tt_svd", "ttm_svd"]
+__all__ = ["low_rank_factors", "relative_error", "tt_svd", "ttm_svd"]
 
 # Up to this many rows (or columns) a Gram matrix in float64 and its eigenvectors are cheaper than anything else.
 GRAM_LIMIT = 768
@@ -51,6 +51,31 @@ def ttm_svd(
         core.reshape(core.shape[0], v, h, core.shape[-1])
         for core, v, h in zip(cores, in_factors, out_factors, strict=True)
     ]
+
+
+@torch.no_grad()
+def low_rank_factors(matrix: Tensor, rank: int, row_weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Two factors whose product is nearest to ``matrix``: each row's squared error counts by its weight.
+
+    Rows are projected on the leading right singular vectors of ``sqrt(row_weights) * matrix``. That is best for each
+    row whatever its weight, so rows of weight zero are approximated too.
+
+    Args:
+        matrix: Any floating dtype.
+        rank: Columns of the first factor, at most those of ``matrix``.
+        row_weights: Not negative; None where all rows count alike.
+
+    Shape:
+        ``matrix (rows, columns)``, ``row_weights (rows,) -> (rows, rank), (rank, columns)``, in float32 (float64 for a
+        float64 matrix); the rows of the second are orthonormal.
+
+    Source:
+        Eckart and Young, Psychometrika 1 (1936), for the matrix with weighted rows.
+    """
+    matrix = _pad(matrix, *matrix.shape)
+    weighted = matrix if row_weights is None else matrix * row_weights.to(matrix.dtype).sqrt()[:, None]
+    basis = _leading_basis(weighted.T, rank)
+    return matrix @ basis, basis.T.contiguous()
 
 
 def relative_error(approximation: Tensor, exact: Tensor) -> float:

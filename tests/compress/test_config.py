@@ -74,7 +74,7 @@ def test_a_checkpoint_with_a_rank_activation_is_refused(recorded, place):
 
 
 def test_a_newer_format_is_refused():
-    with pytest.raises(ValueError, match=r"format_version=99, but this release reads up to 3. Install a newer"):
+    with pytest.raises(ValueError, match=r"format_version=99, but this release reads up to 4. Install a newer"):
         ComeraConfig.from_dict({"rank": 8, "format_version": 99})
 
 

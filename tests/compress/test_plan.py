@@ -138,7 +138,7 @@ def test_a_tied_head_alone_cannot_be_compressed():
 
 def test_a_compressed_model_is_refused():
     model = get_comera_model(ARCHITECTURES["gpt2"].new_model(), ComeraConfig(rank=2))
-    with pytest.raises(ValueError, match=r"already holds tensor-train layers. Call model.merge_and_unload"):
+    with pytest.raises(ValueError, match=r"already holds compressed layers. Call model.merge_and_unload"):
         plan(model, ComeraConfig(rank=2))
 
 

@@ -84,7 +84,7 @@ def test_one_config_serves_two_models():
             lambda: get_comera_model(
                 get_comera_model(ARCHITECTURES["gpt2"].new_model(), ComeraConfig(rank=2)), ComeraConfig(rank=2)
             ),
-            "already holds tensor-train layers",
+            "already holds compressed layers",
         ),
         (
             lambda: get_comera_model(ARCHITECTURES["gpt2"].new_model(), ComeraConfig(layers={"a": {}})),

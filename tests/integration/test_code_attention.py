@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from hf_comera.compress.siblings import ATTENTIONS, attends_to_codes
+from hf_comera.modules.unwritten_heads import UnwrittenHeads
 from transformers import AutoModel, ViTConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_comera import ComeraConfig, get_comera_model
-from hf_comera.compress.siblings import ATTENTIONS, attends_to_codes
 from hf_comera.modules import TTLinear, unwritten_heads
-from hf_comera.modules.unwritten_heads import UnwrittenHeads
 from hf_comera.ops import kept_bits
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}

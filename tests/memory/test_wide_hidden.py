@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from hf_comera.modules.wide_hidden import WideHidden
 from torch.nn import functional
 
 from hf_comera import ComeraConfig, get_comera_model
-from hf_comera.modules.wide_hidden import WideHidden
 from tests.architectures import ARCHITECTURES
 from tests.memory.policy_runs import EXACT, Run, assert_same, error, run
 from tests.memory.test_session_models import RATES

@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 import torch
+from hf_comera.modules.joined import JoinedProjections
 from torch import nn
 from torch.nn import functional
 
 from hf_comera.modules import TTLinear
-from hf_comera.modules.joined import JoinedProjections
 
 HEADS, SIZE = 3, 8
 

@@ -1,9 +1,9 @@
 """Fixtures of the tests of layers that work together: what is built, how stand-ins are used, small chunks."""
 
 import pytest
+from hf_comera.modules.wide_hidden import WideHidden
 
 from hf_comera.modules import TTLinear, halves_bank, unwritten_heads, wide_hidden
-from hf_comera.modules.wide_hidden import WideHidden
 from hf_comera.ops import dropped_attention, kept_bits, wide_code
 
 

@@ -125,6 +125,15 @@ def test_loss_gradients_and_logits_are_those_of_the_models_own_forward(architect
     assert_equal_steps(*pair(architecture, compressed), batch_of(architecture))
 
 
+@pytest.mark.parametrize("name", sorted(SERVED.keys() - {"bart as a decoder"}))  # whose rows are scaled
+@pytest.mark.parametrize("number", [1, 3], ids=["plain", "train"])
+def test_a_head_with_a_narrow_table_serves(name, number):
+    architecture = SERVED[name]
+    fused, own = pair(architecture, embedding_width=11, embedding_num_factors=number)
+    assert type(fused.get_input_embeddings()).__name__ in ("FactorizedEmbedding", "TiedEmbedding")
+    assert_equal_steps(fused, own, batch_of(architecture))
+
+
 def test_a_head_in_tensor_train_form_serves():
     architecture = ARCHITECTURES["llama-untied"]
     targets = r".*(q_proj|lm_head)"
@@ -276,6 +285,13 @@ def test_a_step_never_holds_all_logits(compressed, monkeypatch):
             model(input_ids=ids, labels=ids).loss.backward()
         entries.append(sizes.entries)
     assert entries[0] < entries[1] == 240 * VOCABULARY
+
+
+def test_a_step_with_a_narrow_table_makes_nothing_of_the_size_of_the_dense_one():
+    model, ids = new_model(GPT2, embedding_width=11), torch.randint(VOCABULARY, (1, 5))
+    with Sizes() as sizes:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert sizes.entries < VOCABULARY * 48
 
 
 READS = {

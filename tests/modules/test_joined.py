@@ -6,11 +6,11 @@ import threading
 
 import pytest
 import torch
+from hf_comera.modules.joined import JoinedProjections
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_comera.modules import TTLinear, joined
-from hf_comera.modules.joined import JoinedProjections
 from hf_comera.ops import tt_linear
 
 pytestmark = pytest.mark.usefixtures("low_rank_path")

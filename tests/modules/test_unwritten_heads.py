@@ -5,11 +5,11 @@ import pickle
 
 import pytest
 import torch
+from hf_comera.modules.unwritten_heads import UnwrittenHeads
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from hf_comera.modules.unwritten_heads import UnwrittenHeads
 from tests.modules.attention_blocks import HEADS, SIZE, Attention, attend, random_input, results, split
 from tests.modules.conftest import watched
 from tests.modules.custom_functions import Doubled

@@ -19,6 +19,7 @@ from step_models import (
     IGNORED,
     LARGE,
     MODELS,
+    NARROW_DENSE,
     TINY_CAUSAL,
     TINY_CLASSIFIER,
     TINY_DECODER,
@@ -104,6 +105,20 @@ def test_other_models_take_a_step(model):
         prepare_step(built, "adamw", batch, dtype="fp32", graphs=False).run()
 
 
+@pytest.mark.parametrize("model", [TINY_MASKED, TINY_CAUSAL])
+def test_a_narrow_table_is_timed_beside_a_dense_model_with_one(model, monkeypatch):
+    args = parse(monkeypatch, "--batch", "2x8", "--rounds", "1", "--threads", "1", "--dropout", "0")
+    args.model, args.embedding_width = model, 8
+    monkeypatch.setattr(bench_step, "in_own_process", lambda *_: None)
+    models = build_models(model, 0.0, embedding_width=8)
+    kinds = {layer.kind for layer in models[NARROW_DENSE].comera_plan()}
+    assert kinds == {"factorized_embedding"}
+    row = bench_step.compare(models, args).row()
+    assert row["embedding_width"] == 8
+    assert row["narrow_dense_step_s"] > 0
+    assert row["tensor_train_parameters"] < row["narrow_dense_parameters"] < row["dense_parameters"]
+
+
 def test_labels_are_those_of_the_task():
     ids, labels = random_ids(TINY_CAUSAL, 3, 9)
     assert torch.equal(ids, labels)
@@ -144,9 +159,7 @@ def test_large_models_agree_with_each_other():
 
 
 def test_the_whole_script_with_kernels(monkeypatch, capsys):
-    monkeypatch.setattr(
-        bench_step, "build_models", lambda name, dropout: {DENSE: tiny_model(), TENSOR_TRAIN: tiny_model()}
-    )
+    monkeypatch.setattr(bench_step, "build_models", lambda *_: {DENSE: tiny_model(), TENSOR_TRAIN: tiny_model()})
     monkeypatch.setattr(kernel_switch, "_wanted", False)
     words = ["--batch", "2x8", "--padded", "--rounds", "1", "--no-save", "--threads", "1"]
     args = parse(monkeypatch, *words)
@@ -166,6 +179,7 @@ def test_defaults_are_those_of_the_rows(monkeypatch):
     assert case == {
         "model": "bert-6x768", "optimizer": "tt_muon", "dtype": "fp32", "dropout": 0.1, "tokens": "32x128",
         "gpu": "", "graphs": "", "kernels": "", "compiled": "", "padded": "", "dense_block": "",
+        "embedding_width": "",
     }  # fmt: skip
 
 
@@ -179,6 +193,7 @@ def test_defaults_are_those_of_the_rows(monkeypatch):
         (["--padded"], None),
         (["--model", "bert-24x1024"], None),
         (["--compile"], None),
+        (["--model", "roberta-12x768", "--embedding_width", "128"], None),
     ],
 )
 def test_promises(monkeypatch, words, ratio):
@@ -203,6 +218,8 @@ def test_promises_on_a_gpu_are_of_graphs(monkeypatch, graphs, batch, ratio):
         (["--batch", "32"], "--batch 32 is not ROWSxTOKENS, such as 32x128"),
         (["--batch", "0x4"], "--batch 0x4 is not ROWSxTOKENS"),
         (["--model", "bert"], "invalid choice: 'bert'"),
+        (["--embedding_width", "64"], "--embedding_width is for language models, and bert-6x768 is a classifier"),
+        (["--embedding_width", "0"], "--embedding_width: "),
         pytest.param(
             ["--device", "cuda"],
             "torch finds no CUDA device here",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_comera.tt import decomposition
-from hf_comera.tt.decomposition import relative_error, tt_svd, ttm_svd
+from hf_comera.tt.decomposition import low_rank_factors, relative_error, tt_svd, ttm_svd
 from hf_comera.tt.shapes import useful_ranks
 from tests.dense_references import dense_matrix, dense_table
 
@@ -69,6 +69,21 @@ def test_cores_have_one_size_and_do_not_depend_on_the_global_seed():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     sizes = [core.square().mean().sqrt().item() for core in first]
     assert max(sizes) == pytest.approx(min(sizes), rel=1e-4)
+
+
+@pytest.mark.parametrize("limit", [768, 1], ids=["gram", "random-range"])
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(61, 13, 5), (13, 61, 13), (40, 40, 1)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_two_factors_are_the_nearest_to_a_matrix_with_weighted_rows(rows, columns, rank, weighted, limit, monkeypatch):
+    monkeypatch.setattr(decomposition, "GRAM_LIMIT", limit)
+    matrix = torch.randn(rows, columns, dtype=torch.float64) * 0.5 ** torch.arange(columns)
+    weights = torch.randint(0, 5, (rows,)) if weighted else torch.ones(rows)
+    first, second = low_rank_factors(matrix, rank, weights if weighted else None)
+    assert (first.shape, second.shape) == ((rows, rank), (rank, columns))
+    torch.testing.assert_close(second @ second.T, torch.eye(rank, dtype=torch.float64))
+    error = (weights.sqrt()[:, None] * (first @ second - matrix)).norm().item()
+    left = torch.linalg.svdvals(weights.sqrt()[:, None] * matrix)[rank:].norm().item()
+    assert error == pytest.approx(left, rel=1e-3, abs=1e-6)
 
 
 def test_zero_matrix_and_error_of_zero():
