@@ -16,7 +16,8 @@ from hf_comera.modules.head_and_loss import LANGUAGE_MODELS, HeadAndLoss
 from hf_comera.modules.joined import WORTH_A_CACHE
 from hf_comera.ops.kept_bits import WORTH_BITS
 from hf_comera.ops.kernel_build import find_nvcc
-from hf_comera.ops.wide_code_kernels import MAX_RANK, WIDE_ACTIVATIONS
+from hf_comera.ops.wide_code_kernels import MAX_RANK
+from hf_comera.ops.wide_input import WIDE_ACTIVATIONS
 from hf_comera.tt.machine import Machine
 
 __all__ = ["speed_notes"]

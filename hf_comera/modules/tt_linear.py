@@ -15,7 +15,7 @@ from hf_comera.modules.unwritten import Unwritten, can_stand_in
 from hf_comera.modules.unwritten_heads import UnwrittenHeads, is_worth_codes
 from hf_comera.modules.wide_hidden import WideHidden, pays
 from hf_comera.ops.halves import layer_halves
-from hf_comera.ops.kernel_switch import kernels_are_wanted
+from hf_comera.ops.kernel_dispatch import kernels_serve
 from hf_comera.ops.low_rank_linear import low_rank_linear
 from hf_comera.ops.path_linear import dense_linear, path_linear
 from hf_comera.ops.precision import autocast_dtype, chain_dtype, without_autocast
@@ -134,8 +134,7 @@ class TTLinear(TensorTrainModule):
             x = x.real()
         is_wide = self.is_wide and not self._forward_hooks and pays(x, left, self.out_features)
         if self._in_one_call(x) and not is_wide:
-            with without_autocast(x):
-                return low_rank_linear(x.to(left.dtype), left, right, self.bias, self.rank_activation)
+            return low_rank_linear(x, left, right, self.bias, self.rank_activation)
         if isinstance(x, Unwritten):
             code = x.code(left)
         else:
@@ -151,7 +150,7 @@ class TTLinear(TensorTrainModule):
 
     def _in_one_call(self, x: Tensor) -> bool:
         """Whether both products are one call of a kernel: for a plain tensor on a GPU, of no concern to siblings."""
-        return x.is_cuda and not isinstance(x, Unwritten) and not self.has_siblings and kernels_are_wanted()
+        return kernels_serve(x.device) and not isinstance(x, Unwritten) and not self.has_siblings
 
     def _code_heads(self, x: Tensor) -> int | None:
         """:meth:`code_heads` for the rows of ``x``; None also if no stand-in for the output can be."""

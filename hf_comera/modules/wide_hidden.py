@@ -118,7 +118,7 @@ class WideHidden(Unwritten):
     def code(self, left: Tensor) -> Tensor:
         """``self @ left.T``, a few rows of ``self`` at a time."""
         inputs, form, masks = self._hidden.operands(left)
-        code = wide_code(inputs, self._hidden.pointwise, masks, left, form)
+        code = wide_code(inputs, form or self._hidden.pointwise, masks, left)
         return code.view(*self._hidden.shape[:-1], left.shape[0])
 
     def _made(self) -> Tensor:

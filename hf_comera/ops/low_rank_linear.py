@@ -1,8 +1,8 @@
-"""The operator ``hf_comera::low_rank_linear``: both thin products of a layer in one call, by CUDA kernels if asked.
+"""Both thin products of a layer, ``y = act(x left^T) right + bias``: plain torch, or one operator with CUDA kernels.
 
-``code = x left^T`` and ``y = act(code) right + bias``. The plain-torch body below is the reference. On a CUDA device
-the kernels of ``kernels/`` run in its place once they are switched on: none of them has run on a GPU yet, so nothing
-takes them by itself. Second derivatives are those of ``ops/tt_linear.py`` only.
+Where kernels serve the device, the products are the operator ``hf_comera::low_rank_linear``, whose body in plain torch
+is the reference. Elsewhere they are two differentiable products, which cost less to call on a CPU, and which compilers
+and function transforms see through. Second derivatives are theirs everywhere.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_comera.ops import low_rank_kernels
-from hf_comera.ops.kernel_switch import kernels_are_wanted
-from hf_comera.ops.precision import without_autocast
+from hf_comera.ops.gradients import gradients_of
+from hf_comera.ops.kernel_dispatch import kernels_serve, register_cuda_kernel
+from hf_comera.ops.precision import autocast_input, without_autocast
 from hf_comera.ops.tt_linear import activate, from_code, to_code
 
 __all__ = ["low_rank_linear"]
@@ -27,44 +28,47 @@ _DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def low_rank_linear(
     x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, rank_activation: str | None = None
 ) -> Tensor:
-    """``act(x @ left.T) @ right + bias``, through the kernels if ``x`` is on a GPU and they are switched on.
+    """``act(x @ left.T) @ right + bias``, by CUDA kernels where they are switched on and take the tensors.
 
     Args:
-        x: Input, in the dtype of the halves.
+        x: Input. Under autocast it is cast first, as ``torch.nn.functional.linear`` does.
         left: Half in front of the code.
         right: Half behind it.
         bias: ``(O,)`` or None.
         rank_activation: Nonlinearity on the code, a key of ``RANK_ACTIVATIONS``, or None.
 
     Shape:
-        x ``(..., I)``, left ``(R, I)``, right ``(R, O)`` -> ``(..., O)``, in the dtype of ``x``.
+        x ``(..., I)``, left ``(R, I)``, right ``(R, O)`` -> ``(..., O)``, in the dtype of ``x`` (of autocast, where
+        it is on).
     """
-    y, _ = _low_rank_linear(x, left, right, bias, rank_activation)
-    return y
+    if not kernels_serve(x.device):
+        return _composed(x, left, right, bias, rank_activation)[0]
+    x = autocast_input(x)
+    with without_autocast(x):
+        return _low_rank_linear(x, left.to(x.dtype), right.to(x.dtype), bias, rank_activation)[0]
+
+
+def _composed(
+    x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, rank_activation: str | None
+) -> tuple[Tensor, Tensor]:
+    """``y`` and the code."""
+    code = to_code(x, left)
+    return from_code(activate(code, rank_activation), right, bias), code
 
 
 @torch.library.custom_op("hf_comera::low_rank_linear", mutates_args=())
 def _low_rank_linear(
     x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, rank_activation: str | None
 ) -> tuple[Tensor, Tensor]:
-    code = to_code(x, left)
-    return from_code(activate(code, rank_activation), right, bias), code
+    return _composed(x, left, right, bias, rank_activation)
 
 
 @_low_rank_linear.register_fake
-def _(
-    x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, rank_activation: str | None
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, left: Tensor, right: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(*x.shape[:-1], right.shape[1]), x.new_empty(*x.shape[:-1], left.shape[0])
 
 
-@_low_rank_linear.register_kernel("cuda")
-def _(
-    x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, rank_activation: str | None
-) -> tuple[Tensor, Tensor]:
-    if not kernels_are_wanted() or low_rank_kernels.low_rank_linear_refusal(x, left, right):
-        return _low_rank_linear._init_fn(x, left, right, bias, rank_activation)
-    return low_rank_kernels.low_rank_linear(x, left, right, bias, rank_activation)
+register_cuda_kernel(_low_rank_linear, low_rank_kernels.low_rank_linear)
 
 
 @torch.library.custom_op("hf_comera::low_rank_linear_backward", mutates_args=())
@@ -76,14 +80,14 @@ def _low_rank_linear_backward(
     left: Tensor,
     right: Tensor,
     *,
-    activation: str | None,
+    rank_activation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, left, right and bias; those of the halves and the bias in float32 or better."""
     x_TI, code_TR = x.reshape(-1, x.shape[-1]), code.reshape(-1, code.shape[-1])
     dy_TO = grad_y.reshape(-1, grad_y.shape[-1]).to(x.dtype)
     hidden_TR, dcode_TR = code_TR, dy_TO @ right.T
-    if activation is not None:
-        hidden_TR, dcode_TR = activate(code_TR, activation), _DERIVATIVES[activation](dcode_TR, code_TR)
+    if rank_activation is not None:
+        hidden_TR, dcode_TR = activate(code_TR, rank_activation), _DERIVATIVES[rank_activation](dcode_TR, code_TR)
     if grad_code is not None:
         dcode_TR = dcode_TR + grad_code.reshape(code_TR.shape)
     exact = torch.promote_types(x.dtype, torch.float32)
@@ -94,38 +98,14 @@ def _low_rank_linear_backward(
 
 @_low_rank_linear_backward.register_fake
 def _(
-    grad_y: Tensor,
-    grad_code: Tensor | None,
-    x: Tensor,
-    code: Tensor,
-    left: Tensor,
-    right: Tensor,
-    *,
-    activation: str | None,
+    grad_y: Any, grad_code: Any, x: Tensor, code: Any, left: Tensor, right: Tensor, **settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     exact = torch.promote_types(x.dtype, torch.float32)
     dleft, dright, dbias = (x.new_empty(shape, dtype=exact) for shape in (left.shape, right.shape, right.shape[1:]))
     return x.new_empty(x.shape), dleft, dright, dbias
 
 
-@_low_rank_linear_backward.register_kernel("cuda")
-def _(
-    grad_y: Tensor,
-    grad_code: Tensor | None,
-    x: Tensor,
-    code: Tensor,
-    left: Tensor,
-    right: Tensor,
-    *,
-    activation: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not kernels_are_wanted() or low_rank_kernels.low_rank_linear_refusal(x, left, right):
-        return _low_rank_linear_backward._init_fn(grad_y, grad_code, x, code, left, right, activation=activation)
-    grads = low_rank_kernels.low_rank_linear_backward(
-        grad_y, grad_code, x, code, left, right, rank_activation=activation
-    )
-    assert grads[0] is not None
-    return grads[0], grads[1], grads[2], grads[3]
+register_cuda_kernel(_low_rank_linear_backward, low_rank_kernels.low_rank_linear_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -140,11 +120,28 @@ def _backward(ctx: Any, grad_y: Tensor | None, grad_code: Tensor | None) -> tupl
     if grad_y is None:
         grad_y = x.new_zeros(*x.shape[:-1], right.shape[1])
     with without_autocast(x):
-        dx, dleft, dright, dbias = _low_rank_linear_backward(
-            grad_y, grad_code, x, code, left, right, activation=ctx.rank_activation
-        )
-    dbias = None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype)
-    return dx, dleft.to(left.dtype), dright.to(right.dtype), dbias, None
+        if torch.is_grad_enabled():
+            grads = _differentiable_gradients(grad_y, x, left, right, ctx.rank_activation)
+        else:
+            grads = _low_rank_linear_backward(
+                grad_y, grad_code, x, code, left, right, rank_activation=ctx.rank_activation
+            )
+    dtypes = (x.dtype, left.dtype, right.dtype, ctx.bias_dtype)
+    return *(
+        None if grad is None or dtype is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
+    ), None
+
+
+def _differentiable_gradients(
+    grad_y: Tensor, x: Tensor, left: Tensor, right: Tensor, rank_activation: str | None
+) -> list[Tensor | None]:
+    """The same with a graph, for second derivatives of ``y``."""
+
+    def y_of(tensors: list[Any]) -> Tensor:
+        return _composed(tensors[0], tensors[1], tensors[2], None, rank_activation)[0]
+
+    found = gradients_of(y_of, [x, left, right], grad_y, create_graph=True)
+    return [*found, grad_y.reshape(-1, grad_y.shape[-1]).sum(0)]
 
 
 _low_rank_linear.register_autograd(_backward, setup_context=_save)

@@ -7,7 +7,7 @@ from torch import nn
 from hf_comera import ComeraConfig, explain, get_comera_model
 from hf_comera.compress.kernel_notes import kernel_notes
 from hf_comera.modules import TTLinear
-from hf_comera.ops import kernel_switch
+from hf_comera.ops import kernel_dispatch, kernel_switch
 from hf_comera.tt.machine import CPU_THREAD
 from tests.architectures import ARCHITECTURES
 
@@ -25,7 +25,7 @@ def notes(model, dtype=torch.float32, kind="cpu"):
 
 @pytest.fixture
 def on(monkeypatch):
-    monkeypatch.setattr(kernel_switch, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(kernel_dispatch, "_served", ("cpu",))
     monkeypatch.setattr(kernel_switch, "_wanted", True)
 
 

@@ -80,12 +80,6 @@ def test_more_sides_than_a_launch_has_room_for(kernels):
         torch.testing.assert_close(found, reference(half, torch.float32))
 
 
-def test_halves_of_one_shape_are_stacked_in_memory(kernels):
-    results = tt_halves([make_half(True, SIDES[0], torch.float32, kernels) for _ in range(3)], torch.float32)
-    step = results[0].numel() * 4
-    assert [result.data_ptr() - results[0].data_ptr() for result in results] == [0, step, 2 * step]
-
-
 def test_nothing_to_do():
     assert tt_halves([], torch.float32) == []
 

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from hf_comera.ops import wide_code as module
 from hf_comera.ops.wide_code import wide_code
-from hf_comera.ops.wide_input import WideInput
+from hf_comera.ops.wide_input import WideForm, WideInput
 
 POINTWISE = {
     "gelu": (1, lambda wides, masks: functional.gelu(wides[0])),
@@ -97,3 +97,35 @@ def test_16_bit_gradients_are_as_exact_as_those_of_whole_products():
         errors[name] = [(a.double() - b).norm().item() for a, b in zip(grads, exact, strict=True)]
     for chunks, whole in zip(errors["chunks"], errors["whole"], strict=True):
         assert chunks <= 2 * whole + 1e-12
+
+
+FORMS = {
+    "gelu": WideForm("gelu", (0,)),
+    "gate-first": WideForm("gelu_tanh", (1, 0), 1.25),
+    "relu": WideForm("relu", (0,), 2.0),
+    "silu": WideForm("silu", (0, 1)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_operators_are_what_autograd_makes_of_a_form(form, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_ENTRIES", 24)
+    inputs, masks, left = problem(len(form.order))
+    masks = masks if form.scale else []
+    results = []
+    for pointwise in (form, lambda wides, masks: form(wides, masks)):
+        code = wide_code(inputs, pointwise, masks, left)
+        results.append([code, *torch.autograd.grad(code.square().sum(), leaves(inputs, left))])
+    torch.testing.assert_close(*results)
+
+
+def test_opcheck():
+    inputs, masks, left = problem(2)
+    columns = [[tensor.detach() for tensor in column] for column in zip(*inputs, strict=True)]
+    operands = (*columns, masks, left.detach())
+    form = {"activation": "gelu", "scale": 1.25}
+    for operator, arguments in (
+        (module._wide_code, operands),
+        (module._wide_code_backward, (torch.randn(7, 3, dtype=torch.float64), *operands)),
+    ):
+        torch.library.opcheck(operator, arguments, form, test_utils=("test_schema", "test_faketensor"))
