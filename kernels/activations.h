@@ -1,5 +1,5 @@
-// Nonlinearities and their derivatives, chosen at run time; the numbers are those of ops/low_rank_kernels.py
-// and ops/wide_code_kernels.py.
+// Nonlinearities and their derivatives, chosen at run time; the numbers are those of ops/cuda/low_rank_linear.py
+// and ops/cuda/tiled_mlp.py.
 #pragma once
 #include "portable.h"
 

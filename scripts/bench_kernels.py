@@ -19,10 +19,10 @@ from torch.nn.functional import gelu
 from chain_candidates import CHAIN_OPS, KERNEL, TOKENS, TORCH
 from decoder_block import BLOCK_SHAPES, decoder_block
 from hf_comera.ops import use_kernels
-from hf_comera.ops.kernel_dispatch import serve_devices
-from hf_comera.ops.kernels import kernels_refusal
-from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward
-from hf_comera.ops.wide_code_kernels import wide_code, wide_code_backward
+from hf_comera.ops.cuda.dispatch import serve_devices
+from hf_comera.ops.cuda.library import kernels_refusal
+from hf_comera.ops.cuda.low_rank_linear import low_rank_linear, low_rank_linear_backward
+from hf_comera.ops.cuda.tiled_mlp import wide_code, wide_code_backward
 from interleaved_timing import DENSE, RESULTS, Timings, check_agreement, machine, positive_integer, replace_rows
 from kernel_floors import WORK, Ceilings, measure_ceilings
 from kernel_timing import FORMATS, time_on, use_format

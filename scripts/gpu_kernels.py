@@ -8,8 +8,8 @@ from bench_kernels import cases as kernel_cases
 from bench_kernels import measure_case
 from gpu_worker import Cases, Row
 from hf_comera.ops import use_kernels
-from hf_comera.ops.kernel_dispatch import serve_devices
-from hf_comera.ops.kernels import emulated_kernels, kernels_refusal
+from hf_comera.ops.cuda.dispatch import serve_devices
+from hf_comera.ops.cuda.library import emulated_kernels, kernels_refusal
 from interleaved_timing import machine
 from kernel_floors import Ceilings, measure_ceilings
 

@@ -33,7 +33,7 @@ def pretend_a_gpu() -> None:
     import torch
 
     import step_timing
-    from hf_comera.ops.kernel_dispatch import serve_devices
+    from hf_comera.ops.cuda.dispatch import serve_devices
     from tests.training.tape_capture import use_tape
 
     torch.set_num_threads(1)

@@ -14,9 +14,9 @@ from hf_comera.modules import TiedHead, TTLinear
 from hf_comera.modules.fast_dropout import FastDropout
 from hf_comera.modules.head_and_loss import LANGUAGE_MODELS, HeadAndLoss
 from hf_comera.modules.joined import WORTH_A_CACHE
+from hf_comera.ops.cuda.build import find_nvcc
+from hf_comera.ops.cuda.tiled_mlp import MAX_RANK
 from hf_comera.ops.kept_bits import WORTH_BITS
-from hf_comera.ops.kernel_build import find_nvcc
-from hf_comera.ops.wide_code_kernels import MAX_RANK
 from hf_comera.ops.wide_input import WIDE_ACTIVATIONS
 from hf_comera.tt.machine import Machine
 

@@ -14,8 +14,8 @@ from hf_comera.modules.stamp import can_keep
 from hf_comera.modules.unwritten import Unwritten, can_stand_in
 from hf_comera.modules.unwritten_heads import UnwrittenHeads, is_worth_codes
 from hf_comera.modules.wide_hidden import WideHidden, pays
+from hf_comera.ops.cuda.dispatch import kernels_serve
 from hf_comera.ops.halves import layer_halves
-from hf_comera.ops.kernel_dispatch import kernels_serve
 from hf_comera.ops.low_rank_linear import low_rank_linear
 from hf_comera.ops.path_linear import dense_linear, path_linear
 from hf_comera.ops.precision import autocast_dtype, chain_dtype, without_autocast

@@ -1,6 +1,6 @@
 """Differentiable operators: schema, fake, plain-torch reference and backward; one operator a file."""
 
-from hf_comera.ops.kernel_switch import use_kernels
+from hf_comera.ops.cuda.switch import use_kernels
 from hf_comera.ops.low_rank_linear import low_rank_linear
 from hf_comera.ops.path_linear import dense_linear, path_linear
 from hf_comera.ops.tt_linear import tt_linear

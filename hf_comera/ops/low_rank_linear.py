@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_comera.ops import low_rank_kernels
+from hf_comera.ops.cuda import low_rank_linear as kernels
+from hf_comera.ops.cuda.dispatch import kernels_serve, register_cuda_kernel
 from hf_comera.ops.gradients import gradients_of
-from hf_comera.ops.kernel_dispatch import kernels_serve, register_cuda_kernel
 from hf_comera.ops.precision import autocast_input, without_autocast
 from hf_comera.ops.tt_linear import activate, from_code, to_code
 
@@ -68,7 +68,7 @@ def _(x: Tensor, left: Tensor, right: Tensor, *others: Any) -> tuple[Tensor, Ten
     return x.new_empty(*x.shape[:-1], right.shape[1]), x.new_empty(*x.shape[:-1], left.shape[0])
 
 
-register_cuda_kernel(_low_rank_linear, low_rank_kernels.low_rank_linear)
+register_cuda_kernel(_low_rank_linear, kernels.low_rank_linear)
 
 
 @torch.library.custom_op("hf_comera::low_rank_linear_backward", mutates_args=())
@@ -105,7 +105,7 @@ def _(
     return x.new_empty(x.shape), dleft, dright, dbias
 
 
-register_cuda_kernel(_low_rank_linear_backward, low_rank_kernels.low_rank_linear_backward)
+register_cuda_kernel(_low_rank_linear_backward, kernels.low_rank_linear_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_comera.ops.cuda.dispatch import kernels_serve, register_cuda_kernel
+from hf_comera.ops.cuda.halves import Half, tt_halves, tt_halves_backward
 from hf_comera.ops.halves import (
     Side,
     differentiable_gradients,
@@ -21,8 +23,6 @@ from hf_comera.ops.halves import (
     stacked_gradients,
     stacked_halves,
 )
-from hf_comera.ops.halves_kernels import Half, tt_halves, tt_halves_backward
-from hf_comera.ops.kernel_dispatch import kernels_serve, register_cuda_kernel
 
 __all__ = ["model_halves"]
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_comera.ops import ttm_kernels
-from hf_comera.ops.kernel_dispatch import register_cuda_kernel
+from hf_comera.ops.cuda import ttm_embedding as kernels
+from hf_comera.ops.cuda.dispatch import register_cuda_kernel
 from hf_comera.ops.precision import without_autocast
 from hf_comera.ops.ttm_tables import HalfTables, half_tables, half_tables_backward
 
@@ -108,7 +108,7 @@ def _(ids: Tensor, left: Tensor, right: Tensor, num_embeddings: int, embedding_d
     return left.new_empty(*ids.shape, embedding_dim, dtype=dtype)
 
 
-register_cuda_kernel(_ttm_rows, ttm_kernels.ttm_rows)
+register_cuda_kernel(_ttm_rows, kernels.ttm_rows)
 
 
 @torch.library.custom_op("hf_comera::ttm_lookup_backward", mutates_args=())
@@ -170,7 +170,7 @@ def _(grad: Any, ids: Any, left: Tensor, right: Tensor, *others: Any) -> tuple[T
     return torch.empty_like(left), torch.empty_like(right)
 
 
-register_cuda_kernel(_ttm_table_gradients, ttm_kernels.ttm_table_gradients)
+register_cuda_kernel(_ttm_table_gradients, kernels.ttm_table_gradients)
 
 
 def _rows_to_make(ids_N: Tensor, num_embeddings: int) -> tuple[Tensor, Tensor | None]:

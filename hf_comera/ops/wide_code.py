@@ -17,11 +17,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 
-from hf_comera.ops import wide_code_kernels
+from hf_comera.ops.cuda import tiled_mlp as kernels
+from hf_comera.ops.cuda.dispatch import kernels_serve, register_cuda_kernel
+from hf_comera.ops.cuda.tiled_mlp import wide_code_refusal, wide_operand_refusal
 from hf_comera.ops.gradients import gradients_of
-from hf_comera.ops.kernel_dispatch import kernels_serve, register_cuda_kernel
 from hf_comera.ops.precision import without_autocast
-from hf_comera.ops.wide_code_kernels import wide_code_refusal, wide_operand_refusal
 from hf_comera.ops.wide_input import WideForm, WideInput
 
 __all__ = ["takes_kernel", "takes_kernels_like", "wide_code"]
@@ -111,7 +111,7 @@ def _(codes: list[Tensor], rights: Any, biases: Any, masks: Any, left: Tensor, *
     return left.new_empty(codes[0].shape[0], left.shape[0])
 
 
-register_cuda_kernel(_wide_code, wide_code_kernels.wide_code)
+register_cuda_kernel(_wide_code, kernels.wide_code)
 
 
 @torch.library.custom_op("hf_comera::wide_code_backward", mutates_args=())
@@ -140,7 +140,7 @@ def _(
     return [left.new_empty(num_rows, left.shape[1], dtype=exact), *map(torch.empty_like, codes)]
 
 
-register_cuda_kernel(_wide_code_backward, wide_code_kernels.wide_code_backward)
+register_cuda_kernel(_wide_code_backward, kernels.wide_code_backward)
 
 
 def _in_chunks(inputs: Sequence[WideInput], pointwise: Pointwise, masks: Sequence[Tensor], left: Tensor) -> Tensor:

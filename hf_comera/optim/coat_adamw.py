@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_comera.ops.coat_kernels import coat_adamw_step
-from hf_comera.ops.kernel_dispatch import kernels_serve, register_cuda_kernel
+from hf_comera.ops.cuda.coat_adamw import coat_adamw_step
+from hf_comera.ops.cuda.dispatch import kernels_serve, register_cuda_kernel
 from hf_comera.optim.coat_pieces import Piece, alike, batches
 from hf_comera.optim.coat_state import (
     MOMENTS,

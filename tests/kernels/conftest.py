@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hf_comera.ops import use_kernels
-from hf_comera.ops.kernel_build import find_gcc
-from hf_comera.ops.kernel_dispatch import serve_devices
-from hf_comera.ops.kernels import SIGNATURES, emulated_kernels, kernel_library, kernels_refusal
+from hf_comera.ops.cuda.build import find_gcc
+from hf_comera.ops.cuda.dispatch import serve_devices
+from hf_comera.ops.cuda.library import SIGNATURES, emulated_kernels, kernel_library, kernels_refusal
 
 
 @pytest.fixture(autouse=True, scope="session")

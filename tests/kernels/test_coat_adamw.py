@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from hf_comera.ops import use_kernels
-from hf_comera.ops.coat_kernels import coat_adamw_refusal, coat_adamw_step
+from hf_comera.ops.cuda.build import find_gcc, sources_folder
+from hf_comera.ops.cuda.coat_adamw import coat_adamw_refusal, coat_adamw_step
 from hf_comera.ops.fp8 import dequantise, quantise
-from hf_comera.ops.kernel_build import find_gcc, sources_folder
 from hf_comera.optim import CoatAdamW, coat_adamw
 from tests.kernels.kernel_errors import assert_as_exact
 

@@ -1,12 +1,12 @@
-"""hf_comera/ops/*_kernels.py: calls can be captured in a CUDA graph and replayed on new numbers."""
+"""hf_comera/ops/cuda/: calls can be captured in a CUDA graph and replayed on new numbers."""
 
 import pytest
 import torch
 
-from hf_comera.ops.halves_kernels import Half, tt_halves, tt_halves_backward
-from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward
-from hf_comera.ops.ttm_kernels import ttm_rows, ttm_table_gradients
-from hf_comera.ops.wide_code_kernels import wide_code, wide_code_backward
+from hf_comera.ops.cuda.halves import Half, tt_halves, tt_halves_backward
+from hf_comera.ops.cuda.low_rank_linear import low_rank_linear, low_rank_linear_backward
+from hf_comera.ops.cuda.tiled_mlp import wide_code, wide_code_backward
+from hf_comera.ops.cuda.ttm_embedding import ttm_rows, ttm_table_gradients
 from tests.kernels.test_coat_adamw import new_parameter, step_by_kernel
 
 STATE = ("first", "first_scales", "second", "second_scales")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from hf_comera.ops.halves_kernels import Half, tt_halves
+from hf_comera.ops.cuda.halves import Half, tt_halves
 from tests.dense_references import multiply_out
 from tests.kernels.kernel_errors import assert_as_exact, between_nans
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_comera.ops.ttm_kernels import lookup_refusal, ttm_rows, ttm_table_gradients
+from hf_comera.ops.cuda.ttm_embedding import lookup_refusal, ttm_rows, ttm_table_gradients
 from tests.kernels.kernel_errors import assert_as_exact, between_nans
 
 # rows and columns of the left table, rank, rows and columns of the right table, vocabulary, embedding size, ids

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu, relu, silu
 
-from hf_comera.ops.wide_code_kernels import wide_code, wide_code_backward
+from hf_comera.ops.cuda.tiled_mlp import wide_code, wide_code_backward
 from hf_comera.ops.wide_input import WIDE_ACTIVATIONS, WideForm, WideInput
 from tests.kernels.kernel_errors import DTYPES, assert_as_exact, between_nans, precision, product
 

@@ -11,8 +11,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hf_comera.ops.kernel_dispatch import check_taken, place_refusal
-from hf_comera.ops.kernels import check_status, current_stream, kernel_library, on_device
+from hf_comera.ops.cuda.dispatch import check_taken, place_refusal
+from hf_comera.ops.cuda.library import check_status, current_stream, kernel_library, on_device
 
 __all__ = ["coat_adamw_refusal", "coat_adamw_step"]
 

@@ -1,6 +1,6 @@
 """Calls of the CUDA kernels from codes to the code behind a hidden layer, which never leaves the chip.
 
-Precisions are those of ``low_rank_kernels.py``. CPU tensors go to the emulated kernels, which are for tests.
+Precisions are those of ``ops/cuda/low_rank_linear.py``. CPU tensors go to the emulated kernels, which are for tests.
 """
 
 # Shapes here: T = tokens, H = hidden features, R = rank in front, S = rank behind; ranks are multiples of 8.
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_comera.ops.kernel_dispatch import check_taken, place_refusal
-from hf_comera.ops.kernels import check_status, current_stream, kernel_library, on_device, pointers
-from hf_comera.ops.low_rank_kernels import kernel_precision
+from hf_comera.ops.cuda.dispatch import check_taken, place_refusal
+from hf_comera.ops.cuda.library import check_status, current_stream, kernel_library, on_device, pointers
+from hf_comera.ops.cuda.low_rank_linear import kernel_precision
 
 __all__ = ["MAX_RANK", "wide_code", "wide_code_backward", "wide_code_refusal", "wide_operand_refusal"]
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_comera.ops.kernel_dispatch import NoKernelError, check_taken, place_refusal
-from hf_comera.ops.kernels import check_status, current_stream, kernel_library, on_device
+from hf_comera.ops.cuda.dispatch import NoKernelError, check_taken, place_refusal
+from hf_comera.ops.cuda.library import check_status, current_stream, kernel_library, on_device
 
 __all__ = ["Half", "half_refusal", "tt_halves", "tt_halves_backward"]
 

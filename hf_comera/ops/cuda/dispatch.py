@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from hf_comera.ops.kernel_switch import kernels_are_wanted
-from hf_comera.ops.kernels import kernels_refusal
+from hf_comera.ops.cuda.library import kernels_refusal
+from hf_comera.ops.cuda.switch import kernels_are_wanted
 
 __all__ = [
     "NoKernelError",

@@ -1,11 +1,11 @@
-"""hf_comera/ops/kernel_dispatch.py: a kernel runs where it is on, serves the device and takes the arguments."""
+"""hf_comera/ops/cuda/dispatch.py: a kernel runs where it is on, serves the device and takes the arguments."""
 
 import pytest
 import torch
 
-from hf_comera.ops import kernel_dispatch as module
-from hf_comera.ops import kernel_switch
-from hf_comera.ops.kernel_dispatch import (
+from hf_comera.ops.cuda import dispatch as module
+from hf_comera.ops.cuda import switch
+from hf_comera.ops.cuda.dispatch import (
     NoKernelError,
     check_taken,
     kernels_serve,
@@ -30,7 +30,7 @@ register_cuda_kernel(whose, kernel)
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
-    monkeypatch.setattr(kernel_switch, "_wanted", False)
+    monkeypatch.setattr(switch, "_wanted", False)
     yield
     serve_devices("cuda")
 
@@ -42,13 +42,13 @@ def _as_before(monkeypatch):
 )
 def test_what_runs(wanted, kind, number, by_kernel, monkeypatch):
     serve_devices(kind)
-    monkeypatch.setattr(kernel_switch, "_wanted", wanted)
+    monkeypatch.setattr(switch, "_wanted", wanted)
     assert bool(whose(torch.empty(1), number)) is by_kernel
 
 
 def test_operators_that_come_later_serve_the_same_devices(monkeypatch):
     serve_devices("cpu")
-    monkeypatch.setattr(kernel_switch, "_wanted", True)
+    monkeypatch.setattr(switch, "_wanted", True)
     late = torch.library.custom_op(
         "hf_comera_tests::late", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
     )
@@ -58,7 +58,7 @@ def test_operators_that_come_later_serve_the_same_devices(monkeypatch):
 
 def test_other_errors_of_a_kernel_come_through(monkeypatch):
     serve_devices("cpu")
-    monkeypatch.setattr(kernel_switch, "_wanted", True)
+    monkeypatch.setattr(switch, "_wanted", True)
     failing = torch.library.custom_op(
         "hf_comera_tests::failing", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
     )
@@ -82,14 +82,14 @@ def test_a_refusal_says_who_and_why():
     ],
 )
 def test_which_devices_are_served(wanted, kind, refusal, serve, monkeypatch):
-    monkeypatch.setattr(kernel_switch, "_wanted", wanted)
+    monkeypatch.setattr(switch, "_wanted", wanted)
     monkeypatch.setattr(module, "kernels_refusal", lambda device: refusal)
     assert kernels_serve(torch.device(kind)) is serve
 
 
 def test_compiled_and_transformed_code_is_plain_torch(monkeypatch):
     serve_devices("cpu")
-    monkeypatch.setattr(kernel_switch, "_wanted", True)
+    monkeypatch.setattr(switch, "_wanted", True)
     seen = []
 
     def ask(x):

@@ -1,9 +1,9 @@
-"""hf_comera/ops/wide_code_kernels.py: says what the kernels cannot take."""
+"""hf_comera/ops/cuda/tiled_mlp.py: says what the kernels cannot take."""
 
 import pytest
 import torch
 
-from hf_comera.ops.wide_code_kernels import (
+from hf_comera.ops.cuda.tiled_mlp import (
     wide_code,
     wide_code_backward,
     wide_code_refusal,

@@ -10,9 +10,9 @@ CPU tensors go to the emulated kernels, which are for tests.
 import torch
 from torch import Tensor
 
+from hf_comera.ops.cuda.dispatch import check_taken, place_refusal
+from hf_comera.ops.cuda.library import check_status, current_stream, kernel_library, on_device, pointers
 from hf_comera.ops.float32_products import uses_tf32
-from hf_comera.ops.kernel_dispatch import check_taken, place_refusal
-from hf_comera.ops.kernels import check_status, current_stream, kernel_library, on_device, pointers
 from hf_comera.ops.rank_activation import check_rank_activation
 
 __all__ = ["kernel_precision", "low_rank_linear", "low_rank_linear_backward", "low_rank_linear_refusal"]

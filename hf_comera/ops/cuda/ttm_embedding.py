@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_comera.ops.kernel_dispatch import check_taken, place_refusal
-from hf_comera.ops.kernels import check_status, current_stream, kernel_library, on_device, pointers
+from hf_comera.ops.cuda.dispatch import check_taken, place_refusal
+from hf_comera.ops.cuda.library import check_status, current_stream, kernel_library, on_device, pointers
 
 __all__ = ["lookup_refusal", "ttm_rows", "ttm_table_gradients"]
 
