@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_comera.hub.client import client_environment, find_client
-from hf_comera.ops.kernel_build import (
+from hf_comera.ops.cuda.build import (
     INSTALL_NVCC,
     KernelBuildError,
     cache_folder,
@@ -22,7 +22,13 @@ from hf_comera.ops.kernel_build import (
     find_nvcc,
     is_built,
 )
-from hf_comera.ops.kernels import KernelResources, build_kernels, device_refusal, kernels_refusal, local_architectures
+from hf_comera.ops.cuda.library import (
+    KernelResources,
+    build_kernels,
+    device_refusal,
+    kernels_refusal,
+    local_architectures,
+)
 
 __all__ = ["app"]
 

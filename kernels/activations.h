@@ -1,4 +1,4 @@
-// Nonlinearities and their derivatives, chosen at run time; the numbers are those of ops/wide_code_kernels.py.
+// Nonlinearities and their derivatives, chosen at run time; the numbers are those of ops/cuda/tiled_mlp.py.
 #pragma once
 #include "portable.h"
 

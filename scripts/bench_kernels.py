@@ -18,11 +18,11 @@ from torch.nn.functional import gelu
 
 from chain_candidates import CHAIN_OPS, KERNEL, TOKENS, TORCH
 from decoder_block import BLOCK_SHAPES, decoder_block
-from hf_comera.ops import kernel_switch, use_kernels
-from hf_comera.ops.kernels import kernels_refusal
-from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward
-from hf_comera.ops.wide_code_kernels import wide_code, wide_code_backward
-from hf_comera.ops.wide_input import WideForm, WideInput
+from hf_comera.ops import use_kernels
+from hf_comera.ops.cuda.dispatch import serve_devices
+from hf_comera.ops.cuda.library import kernels_refusal
+from hf_comera.ops.cuda.low_rank_linear import low_rank_linear, low_rank_linear_backward
+from hf_comera.ops.cuda.tiled_mlp import wide_code, wide_code_backward
 from interleaved_timing import DENSE, RESULTS, Timings, check_agreement, machine, positive_integer, replace_rows
 from kernel_floors import WORK, Ceilings, measure_ceilings
 from kernel_timing import FORMATS, time_on, use_format
@@ -54,7 +54,7 @@ SHAPES = [
 SMALL_SHAPES = [(40, 64, 96, 16)]
 IDENTITY = ["op", "format", "tokens", "layers", "in", "out", "rank", "gpu"]
 """Columns that tell rows of the results file apart."""
-GELU = WideForm("gelu", (0,))
+GELU: dict[str, Any] = {"activation": "gelu", "scale": None}
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
         console.print(f"Nothing was measured: {reason}.", soft_wrap=True)
         return
     use_kernels(False)  # plain torch is what they are compared with
-    kernel_switch.KERNEL_DEVICES = (device.type,)
+    serve_devices(device.type)
     torch.manual_seed(0)
     ceilings = measure_ceilings(device, args.rounds, size=64 if args.emulated else 8192)
     show_ceilings(console, ceilings)
@@ -179,7 +179,7 @@ def ffn_forward(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     return {
         DENSE: lambda: linear(gelu(linear(x, up)), down),
         TORCH: lambda: gelu(x @ left_in.T @ right_in) @ left_out.T @ right_out,
-        KERNEL: lambda: wide_code([WideInput(x @ left_in.T, right_in, None)], GELU, [], left_out) @ right_out,
+        KERNEL: lambda: wide_code([x @ left_in.T], [right_in], [None], [], left_out, **GELU) @ right_out,
     }
 
 
@@ -212,9 +212,7 @@ def ffn_backward(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
         return dcode_in
 
     def on_chip(dcode_out: Tensor) -> Tensor:
-        dcode_in = wide_code_backward(dcode_out, [WideInput(code_in, right_in, None)], GELU, [], left_out)[1]
-        assert dcode_in is not None
-        return dcode_in
+        return wide_code_backward(dcode_out, [code_in], [right_in], [None], [], left_out, **GELU)[1]
 
     return {DENSE: dense, TORCH: lambda: around(written_out), KERNEL: lambda: around(on_chip)}
 

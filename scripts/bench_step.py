@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_comera import set_head_and_loss, size_report
 from hf_comera.ops import use_kernels
-from hf_comera.ops.kernels import kernels_refusal
+from hf_comera.ops.cuda.library import kernels_refusal
 from interleaved_timing import (
     DENSE,
     TENSOR_TRAIN,

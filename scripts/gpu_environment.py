@@ -7,9 +7,9 @@ from functools import partial
 import torch
 
 from gpu_worker import Cases, Row, SkippedError
-from hf_comera.ops.kernel_build import find_gcc, find_nvcc
-from hf_comera.ops.kernels import build_kernels, device_refusal, emulated_kernels, kernels_refusal
-from hf_comera.ops.low_rank_kernels import low_rank_linear
+from hf_comera.ops.cuda.build import find_gcc, find_nvcc
+from hf_comera.ops.cuda.library import build_kernels, device_refusal, emulated_kernels, kernels_refusal
+from hf_comera.ops.cuda.low_rank_linear import low_rank_linear
 from interleaved_timing import check_agreement
 
 __all__ = ["run"]

@@ -7,8 +7,9 @@ import torch
 from bench_kernels import cases as kernel_cases
 from bench_kernels import measure_case
 from gpu_worker import Cases, Row
-from hf_comera.ops import kernel_switch, use_kernels
-from hf_comera.ops.kernels import emulated_kernels, kernels_refusal
+from hf_comera.ops import use_kernels
+from hf_comera.ops.cuda.dispatch import serve_devices
+from hf_comera.ops.cuda.library import emulated_kernels, kernels_refusal
 from interleaved_timing import machine
 from kernel_floors import Ceilings, measure_ceilings
 
@@ -19,7 +20,7 @@ def run(cases: Cases) -> None:
     """All cases of the step; a case where kernel and plain torch disagree has failed, and the others go on."""
     device, rounds = torch.device(cases.device, None if cases.rehearsal else 0), cases.settings["rounds"]
     use_kernels(False)  # plain torch is what they are compared with
-    kernel_switch.KERNEL_DEVICES = (device.type,)
+    serve_devices(device.type)
     if cases.rehearsal:
         emulated_kernels()
     elif reason := kernels_refusal(device):

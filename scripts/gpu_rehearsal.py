@@ -33,15 +33,13 @@ def pretend_a_gpu() -> None:
     import torch
 
     import step_timing
-    from hf_comera.ops import kernel_switch
-    from hf_comera.ops.kernels import emulated_kernels
-    from tests.training.tape_capture import tape_kernels, use_tape
+    from hf_comera.ops.cuda.dispatch import serve_devices
+    from tests.training.tape_capture import use_tape
 
     torch.set_num_threads(1)
     replacements = Replacements()
-    tape_kernels(replacements, emulated_kernels())
     use_tape(replacements)
-    replacements.setattr(kernel_switch, "KERNEL_DEVICES", ("cpu",))
+    serve_devices("cpu")
     replacements.setattr("hf_comera.training.graphed_step.why_not_captured", lambda optimizer: None)
     replacements.setattr(step_timing, "COMPILER", "eager")
 

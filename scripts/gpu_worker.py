@@ -140,7 +140,7 @@ def _build_kernels() -> None:
     """Before the first case, whose time compiling would take."""
     import torch
 
-    from hf_comera.ops.kernels import kernels_refusal
+    from hf_comera.ops.cuda.library import kernels_refusal
 
     if reason := kernels_refusal(torch.device("cuda", 0)):
         print(f"No kernels: {reason}")

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from hf_comera import cli
 from hf_comera.cli import app
-from hf_comera.ops import kernel_build, kernels
-from hf_comera.ops.kernel_build import KernelBuild
+from hf_comera.ops.cuda import build, library
+from hf_comera.ops.cuda.build import KernelBuild
 
 LOG = """
 ptxas info    : Compiling entry function '_ZN1_13linear_kernelILi0ELi32ELb1EEEvNS_6LinearE' for 'sm_80'
@@ -27,7 +27,7 @@ def _bare_machine(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_COMERA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setattr(kernel_build, "DEFAULT_CUDA_HOME", tmp_path)
+    monkeypatch.setattr(build, "DEFAULT_CUDA_HOME", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -108,7 +108,7 @@ def test_build_kernels_shows_resources(monkeypatch, tmp_path):
         asked.append(architecture)
         return KernelBuild(tmp_path / "library", tmp_path / "log")
 
-    monkeypatch.setattr(kernels, "build_library", build_library)
+    monkeypatch.setattr(library, "build_library", build_library)
     code, output = run("build-kernels", "-a", "sm_80", "--architecture", "sm_90a")
     assert code == 0
     assert asked == ["sm_80", "sm_90a"]

@@ -7,11 +7,12 @@ from torch import nn
 
 from hf_comera.modules import TTLinear, TTMEmbedding
 from hf_comera.modules.stamp import can_keep
+from hf_comera.ops.cuda.dispatch import kernels_serve
+from hf_comera.ops.cuda.halves import Half, half_refusal
+from hf_comera.ops.cuda.library import kernels_refusal
+from hf_comera.ops.cuda.switch import kernels_are_wanted
+from hf_comera.ops.cuda.ttm_embedding import lookup_refusal
 from hf_comera.ops.halves import padded_rank
-from hf_comera.ops.halves_kernels import Half, half_refusal
-from hf_comera.ops.kernel_switch import kernels_are_wanted, kernels_serve
-from hf_comera.ops.kernels import kernels_refusal
-from hf_comera.ops.ttm_kernels import lookup_refusal
 from hf_comera.ops.ttm_tables import half_tables
 
 __all__ = ["kernel_notes"]

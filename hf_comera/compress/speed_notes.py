@@ -13,8 +13,8 @@ from hf_comera.modules import TiedHead, TTLinear
 from hf_comera.modules.block import Block
 from hf_comera.modules.fast_dropout import FastDropout
 from hf_comera.modules.head_and_loss import LANGUAGE_MODELS, HeadAndLoss
+from hf_comera.ops.cuda.build import find_nvcc
 from hf_comera.ops.kept_bits import WORTH_BITS
-from hf_comera.ops.kernel_build import find_nvcc
 
 if TYPE_CHECKING:
     from hf_comera.compress.explain import FamilyCost

@@ -26,7 +26,7 @@ from hf_comera.memory.policy import NAMED_POLICIES, ActivationPolicy, as_policy
 from hf_comera.memory.saved_bytes import SavedBytes
 from hf_comera.modules.halves_bank import core_copies
 from hf_comera.modules.tt_linear import TTLinear
-from hf_comera.ops.kernel_switch import kernels_serve
+from hf_comera.ops.cuda.dispatch import kernels_serve
 from hf_comera.ops.precision import chain_dtype
 
 __all__ = ["MemoryEstimate", "PolicyMemory", "activation_bytes_by_megatron", "estimate_memory"]

@@ -11,6 +11,7 @@ from hf_comera.modules.halves_bank import HalvesBank
 from hf_comera.modules.stamp import can_keep
 from hf_comera.ops.dense_linear import dense_linear
 from hf_comera.ops.halves import RANK_MULTIPLE, layer_halves, padded_rank
+from hf_comera.ops.low_rank_linear import low_rank_linear
 from hf_comera.ops.precision import autocast_dtype, chain_dtype, without_autocast
 from hf_comera.ops.tiled_mlp import HiddenInput
 from hf_comera.ops.tt_linear import bias_as_rank, from_code, to_code
@@ -101,7 +102,8 @@ class TTLinear(TensorTrainModule):
             return removed_output(x, self.out_features, self.bias)
         if self.prefers_dense:
             return self._dense_product(x)
-        return self.from_latent(self.to_latent(x))
+        left, right = self.halves(autocast_dtype(x))
+        return low_rank_linear(x, left, right, self.bias, rank=self.middle_rank)
 
     def to_latent(self, x: Tensor) -> Tensor:
         """``(..., in_features) -> (..., R)``: the down-projection, by the left half."""

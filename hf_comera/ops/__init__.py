@@ -1,7 +1,7 @@
 """Differentiable operators: schema, fake, plain-torch reference and backward; one operator a file."""
 
+from hf_comera.ops.cuda.switch import use_kernels
 from hf_comera.ops.dense_linear import dense_linear
-from hf_comera.ops.kernel_switch import use_kernels
 from hf_comera.ops.low_rank_linear import low_rank_linear
 from hf_comera.ops.tt_linear import tt_linear
 from hf_comera.ops.ttm_lookup import ttm_lookup

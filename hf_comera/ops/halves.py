@@ -13,7 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,17 @@ from hf_comera.ops.precision import chain_dtype
 from hf_comera.tt.cores import contract_left, contract_left_backward, contract_right, contract_right_backward
 from hf_comera.tt.ragged import RaggedStacks
 
-__all__ = ["RANK_MULTIPLE", "Side", "differentiable_gradients", "layer_halves", "padded_rank", "stacked_halves"]
+__all__ = [
+    "RANK_MULTIPLE",
+    "Side",
+    "StackedProducts",
+    "differentiable_gradients",
+    "layer_halves",
+    "multiply_stacked",
+    "padded_rank",
+    "stacked_gradients",
+    "stacked_halves",
+]
 
 # CPU libraries are markedly faster with 32 columns than with 30, and GPUs fill whole tensor-core tiles.
 RANK_MULTIPLE = 8
@@ -138,6 +149,31 @@ def stacked_halves(side: Side) -> list[Tensor]:
     return list(_StackedHalves.apply(side, *side.tensors()))
 
 
+class StackedProducts(NamedTuple):
+    """What the gradients of stacked halves need: one stack for each place in a train."""
+
+    cores: list[Tensor]
+    gates: list[Tensor]
+    scaled: list[Tensor]
+    """Cores times gates."""
+    inner: list[Tensor]
+    """Products on the way to the halves."""
+
+
+def multiply_stacked(side: Side) -> tuple[tuple[Tensor, ...], StackedProducts]:
+    """The halves of :func:`stacked_halves`, parts of one tensor, without a gradient; and what a gradient needs."""
+    cores, gates = side.stacked()
+    # rounded like the cores that folding the gates gives
+    stored, dtype = side.cores[0][0].dtype, cores[0].dtype
+    scaled = [(core * gate).to(stored).to(dtype) for core, gate in zip(cores, gates, strict=False)]
+    scaled += cores[len(scaled) :]
+    products = contract_left(scaled) if side.on_left else contract_right(scaled)
+    half, inner = (products[-1].mT, products[:-1]) if side.on_left else (products[0], products[1:])
+    half_LRF = half[..., : side.features].to(side.dtype).contiguous()
+    halves = tuple(half_RF[:rank] for half_RF, rank in zip(half_LRF.unbind(), side.ranks(), strict=True))
+    return halves, StackedProducts(cores, gates, scaled, inner)
+
+
 class _StackedHalves(torch.autograd.Function):
     """Keeps what backward needs itself: halves outlive a backward pass while gradients are accumulated."""
 
@@ -145,16 +181,9 @@ class _StackedHalves(torch.autograd.Function):
     def forward(ctx: Any, side: Side, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.side = side
-        ctx.cores, ctx.gates = side.stacked()
-        # rounded like the cores that folding the gates gives
-        stored, dtype = side.cores[0][0].dtype, ctx.cores[0].dtype
-        scaled = [(core * gate).to(stored).to(dtype) for core, gate in zip(ctx.cores, ctx.gates, strict=False)]
-        ctx.scaled = scaled + ctx.cores[len(scaled) :]
-        products = contract_left(ctx.scaled) if side.on_left else contract_right(ctx.scaled)
-        half, ctx.inner = (products[-1].mT, products[:-1]) if side.on_left else (products[0], products[1:])
-        tell_kept([*ctx.cores, *ctx.gates, *ctx.scaled, *ctx.inner])
-        half_LRF = half[..., : side.features].to(side.dtype).contiguous()
-        return tuple(half_RF[:rank] for half_RF, rank in zip(half_LRF.unbind(), side.ranks(), strict=True))
+        halves, ctx.products = multiply_stacked(side)
+        tell_kept(chain.from_iterable(ctx.products))
+        return halves
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -166,22 +195,23 @@ class _StackedHalves(torch.autograd.Function):
         elif torch.is_grad_enabled():
             found = [differentiable_gradients(side, index, grads[index]) for index in used]
         else:
-            found = _stacked_gradients(ctx, used, [grads[index] for index in used])
+            found = stacked_gradients(side, ctx.products, used, [grads[index] for index in used])
         of_layer = dict(zip(used, found, strict=True))
         none = [[None] * (len(cores) + len(gates)) for cores, gates in zip(side.cores, side.gates, strict=True)]
         return (None, *(grad for index, missing in enumerate(none) for grad in of_layer.get(index, missing)))
 
 
-def _stacked_gradients(ctx: Any, used: list[int], grads: list[Any]) -> list[list[Tensor]]:
-    """Gradients of the cores and gates of the ``used`` layers, one list a layer."""
-    side: Side = ctx.side
+def stacked_gradients(
+    side: Side, products: StackedProducts, used: Sequence[int], grads: Sequence[Any]
+) -> list[list[Tensor]]:
+    """Gradients of the cores and gates of the ``used`` layers, one list a layer, from those of their halves."""
 
     def of_used(stacked: list[Tensor]) -> list[Tensor]:
         if len(used) == len(side.cores):
             return stacked
         return [torch.stack([tensor[index] for index in used]) for tensor in stacked]  # an index list would be copied
 
-    cores, gates, scaled, inner = map(of_used, (ctx.cores, ctx.gates, ctx.scaled, ctx.inner))
+    cores, gates, scaled, inner = map(of_used, products)
     covered = math.prod(core.shape[-2] for core in cores)
     rank = cores[-1].shape[-1] if side.on_left else cores[0].shape[-3]
     stacks = _stacks([[grad.shape for grad in grads]], [(rank, covered)], grads[0].device)

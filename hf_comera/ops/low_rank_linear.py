@@ -1,8 +1,8 @@
-"""The operator ``hf_comera::low_rank_linear``: both thin products of a layer in one call, by CUDA kernels if asked.
+"""Both thin products of a layer, ``y = (x left^T) right + bias``: plain torch, or one operator with CUDA kernels.
 
-``code = x left^T`` and ``y = code right + bias``. The plain-torch body below is the reference. On a CUDA device
-the kernels of ``kernels/`` run in its place once they are switched on: none of them has run on a GPU yet, so nothing
-takes them by itself. Second derivatives are those of ``ops/tt_linear.py`` only.
+Where kernels serve the device, the products are the operator ``hf_comera::low_rank_linear``, whose body in plain torch
+is the reference. Elsewhere they are two differentiable products, which cost less to call on a CPU, and which compilers
+and function transforms see through. Second derivatives are theirs everywhere.
 """
 
 from typing import Any
@@ -10,34 +10,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_comera.ops import low_rank_kernels
-from hf_comera.ops.kernel_switch import kernels_are_wanted
-from hf_comera.ops.precision import without_autocast
-from hf_comera.ops.tt_linear import from_code, to_code
+from hf_comera.ops.cuda import low_rank_linear as kernels
+from hf_comera.ops.cuda.dispatch import kernels_serve, register_cuda_kernel
+from hf_comera.ops.gradients import gradients_of
+from hf_comera.ops.precision import autocast_input, without_autocast
+from hf_comera.ops.tt_linear import bias_as_rank, from_code, to_code
 
 __all__ = ["low_rank_linear"]
 
 
-def low_rank_linear(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ left.T @ right + bias``, through the kernels if ``x`` is on a GPU and they are switched on.
+def low_rank_linear(
+    x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, *, rank: int | None = None
+) -> Tensor:
+    """``(x @ left.T) @ right + bias``, by CUDA kernels where they are switched on and take the tensors.
 
     Args:
-        x: Input, in the dtype of the halves.
-        left: Half in front of the code.
-        right: Half behind it.
+        x: Input. Under autocast it is cast first, as ``torch.nn.functional.linear`` does.
+        left: Half before the latent.
+        right: Half after it.
         bias: ``(O,)`` or None.
+        rank: Rows of the halves that are not padding, where there is padding; the bias may use it.
 
     Shape:
-        x ``(..., I)``, left ``(R, I)``, right ``(R, O)`` -> ``(..., O)``, in the dtype of ``x``.
+        x ``(..., I)``, left ``(R, I)``, right ``(R, O)`` -> ``(..., O)``, in the dtype of ``x`` (of autocast, where
+        it is on).
     """
-    y, _ = _low_rank_linear(x, left, right, bias)
-    return y
+    if not kernels_serve(x.device):
+        latent = to_code(x, left)
+        return from_code(*bias_as_rank(latent, right, bias, right.shape[0] if rank is None else rank))
+    x = autocast_input(x)
+    with without_autocast(x):
+        return _low_rank_linear(x, left.to(x.dtype), right.to(x.dtype), bias)[0]
+
+
+def _composed(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``y`` and the latent."""
+    latent = to_code(x, left)
+    return from_code(latent, right, bias), latent
 
 
 @torch.library.custom_op("hf_comera::low_rank_linear", mutates_args=())
 def _low_rank_linear(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    code = to_code(x, left)
-    return from_code(code, right, bias), code
+    return _composed(x, left, right, bias)
 
 
 @_low_rank_linear.register_fake
@@ -45,21 +59,12 @@ def _(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None) -> tuple[Tens
     return x.new_empty(*x.shape[:-1], right.shape[1]), x.new_empty(*x.shape[:-1], left.shape[0])
 
 
-@_low_rank_linear.register_kernel("cuda")
-def _(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    if not kernels_are_wanted() or low_rank_kernels.low_rank_linear_refusal(x, left, right):
-        return _low_rank_linear._init_fn(x, left, right, bias)
-    return low_rank_kernels.low_rank_linear(x, left, right, bias)
+register_cuda_kernel(_low_rank_linear, kernels.low_rank_linear)
 
 
 @torch.library.custom_op("hf_comera::low_rank_linear_backward", mutates_args=())
 def _low_rank_linear_backward(
-    grad_y: Tensor,
-    grad_code: Tensor | None,
-    x: Tensor,
-    code: Tensor,
-    left: Tensor,
-    right: Tensor,
+    grad_y: Tensor, grad_code: Tensor | None, x: Tensor, code: Tensor, left: Tensor, right: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, left, right and bias; those of the halves and the bias in float32 or better."""
     x_TI, code_TR = x.reshape(-1, x.shape[-1]), code.reshape(-1, code.shape[-1])
@@ -75,32 +80,14 @@ def _low_rank_linear_backward(
 
 @_low_rank_linear_backward.register_fake
 def _(
-    grad_y: Tensor,
-    grad_code: Tensor | None,
-    x: Tensor,
-    code: Tensor,
-    left: Tensor,
-    right: Tensor,
+    grad_y: Tensor, grad_code: Tensor | None, x: Tensor, code: Tensor, left: Tensor, right: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     exact = torch.promote_types(x.dtype, torch.float32)
     dleft, dright, dbias = (x.new_empty(shape, dtype=exact) for shape in (left.shape, right.shape, right.shape[1:]))
     return x.new_empty(x.shape), dleft, dright, dbias
 
 
-@_low_rank_linear_backward.register_kernel("cuda")
-def _(
-    grad_y: Tensor,
-    grad_code: Tensor | None,
-    x: Tensor,
-    code: Tensor,
-    left: Tensor,
-    right: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not kernels_are_wanted() or low_rank_kernels.low_rank_linear_refusal(x, left, right):
-        return _low_rank_linear_backward._init_fn(grad_y, grad_code, x, code, left, right)
-    grads = low_rank_kernels.low_rank_linear_backward(grad_y, grad_code, x, code, left, right)
-    assert grads[0] is not None
-    return grads[0], grads[1], grads[2], grads[3]
+register_cuda_kernel(_low_rank_linear_backward, kernels.low_rank_linear_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -115,9 +102,24 @@ def _backward(ctx: Any, grad_y: Tensor | None, grad_code: Tensor | None) -> tupl
     if grad_y is None:
         grad_y = x.new_zeros(*x.shape[:-1], right.shape[1])
     with without_autocast(x):
-        dx, dleft, dright, dbias = _low_rank_linear_backward(grad_y, grad_code, x, code, left, right)
-    dbias = None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype)
-    return dx, dleft.to(left.dtype), dright.to(right.dtype), dbias
+        if torch.is_grad_enabled():
+            grads: Any = _differentiable_gradients(grad_y, x, left, right)
+        else:
+            grads = _low_rank_linear_backward(grad_y, grad_code, x, code, left, right)
+    dtypes = (x.dtype, left.dtype, right.dtype, ctx.bias_dtype)
+    return tuple(
+        None if grad is None or dtype is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
+    )
+
+
+def _differentiable_gradients(grad_y: Tensor, x: Tensor, left: Tensor, right: Tensor) -> list[Tensor | None]:
+    """The same with a graph, for second derivatives of ``y``."""
+
+    def y_of(tensors: list[Any]) -> Tensor:
+        return _composed(tensors[0], tensors[1], tensors[2], None)[0]
+
+    found = gradients_of(y_of, [x, left, right], grad_y, create_graph=True)
+    return [*found, grad_y.reshape(-1, grad_y.shape[-1]).sum(0)]
 
 
 _low_rank_linear.register_autograd(_backward, setup_context=_save)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_comera.ops.cuda import tiled_mlp as kernels
+from hf_comera.ops.cuda.dispatch import register_cuda_kernel
 from hf_comera.ops.gradients import gradients_of
 from hf_comera.ops.kept_bits import kept_factors
 from hf_comera.ops.precision import without_autocast
@@ -198,6 +200,48 @@ def _(
 ) -> list[Tensor]:
     tensors = (latent, right, bias, gate_latent, gate_right, gate_bias, left)
     return [left.new_empty(0) if tensor is None else torch.empty_like(tensor) for tensor in tensors]
+
+
+def _by_kernel(*arguments: Any) -> Tensor:
+    return kernels.wide_code(**_operands(*arguments))
+
+
+def _backward_by_kernel(grad: Tensor, *arguments: Any) -> list[Tensor]:
+    operands = _operands(*arguments)
+    wide, *dlatents = kernels.wide_code_backward(grad, **operands)
+    rights, left, biases = operands["rights"], operands["left"], operands["biases"]
+    dtype, ranks = left.dtype, [right.shape[0] for right in rights]
+    *drights, dleft, dbiases = wide.to(dtype).split([*ranks, left.shape[0], len(rights)])
+    found: list[Tensor] = []
+    for index, (dlatent, dright, bias) in enumerate(zip(dlatents, drights, biases, strict=True)):
+        found += [dlatent, dright.contiguous(), left.new_empty(0) if bias is None else dbiases[index].clone()]
+    return [*found, *(left.new_empty(0) for _ in range(6 - len(found))), dleft.contiguous()]
+
+
+def _operands(
+    latent: Tensor,
+    right: Tensor,
+    bias: Tensor | None,
+    gate_latent: Tensor | None,
+    gate_right: Tensor | None,
+    gate_bias: Tensor | None,
+    left: Tensor,
+    bits: Tensor | None,
+    activation: str,
+    share: float,
+) -> dict[str, Any]:
+    """The arguments as the kernels take them."""
+    inputs = [HiddenInput(latent, right, bias)]
+    if (gate := _gate(gate_latent, gate_right, gate_bias)) is not None:
+        inputs.append(gate)
+    latents, rights, biases = zip(*inputs, strict=True)
+    masks = [] if bits is None else [kept_factors(bits, left.shape[1], True, torch.bool)]
+    operands = {"codes": latents, "rights": rights, "biases": biases, "masks": masks, "left": left}
+    return {**operands, "activation": activation, "scale": None if bits is None else 1 / share}
+
+
+register_cuda_kernel(_tiled_mlp, _by_kernel)
+register_cuda_kernel(_tiled_mlp_backward, _backward_by_kernel)
 
 
 class _MapGradients:

@@ -7,8 +7,8 @@ How many ids are distinct is known on the device only. On a GPU, asking for it w
 be part of a CUDA graph; there every place is contracted by itself, or, if the table has no more rows than there are
 places, every row of the table once. Gradients are added up in a fixed order in both forms.
 
-The plain-torch body below is the reference. On a GPU the kernels of ``ttm_kernels.py`` make rows and gradients of the
-half tables in its place, once they are switched on; the half tables themselves stay products in torch.
+Rows from half tables and the gradients of these are operators of their own, for which there are CUDA kernels; their
+bodies in plain torch are the reference. The half tables themselves are always products in torch.
 
 Source: CoMERA, arXiv:2405.14377, optimised embedding lookup (unique rows, half tables). Doing both levels by default,
 with an own backward, is ours.
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_comera.ops.kernel_switch import kernels_serve
+from hf_comera.ops.cuda import ttm_embedding as kernels
+from hf_comera.ops.cuda.dispatch import register_cuda_kernel
 from hf_comera.ops.precision import without_autocast
-from hf_comera.ops.ttm_kernels import lookup_refusal, ttm_rows, ttm_table_gradients
 from hf_comera.ops.ttm_tables import HalfTables, half_tables, half_tables_backward
 
 __all__ = ["check_ids", "look_up_in_tables", "ttm_lookup"]
@@ -68,6 +68,11 @@ def _ttm_lookup(
     return look_up_in_tables(ids, half_tables(cores), num_embeddings, embedding_dim, cores[0].dtype)
 
 
+@_ttm_lookup.register_fake
+def _(ids: Tensor, cores: list[Tensor], num_embeddings: int, embedding_dim: int, padding_idx: int | None) -> Tensor:
+    return cores[0].new_empty(*ids.shape, embedding_dim)
+
+
 def look_up_in_tables(
     ids: Tensor, tables: HalfTables, num_embeddings: int, embedding_dim: int, dtype: torch.dtype
 ) -> Tensor:
@@ -76,25 +81,34 @@ def look_up_in_tables(
     Shape:
         ``(...) -> (..., embedding_dim)``, in ``dtype``.
     """
-    if _takes_kernel(ids, tables, dtype):
-        return ttm_rows(ids, tables.left, tables.right, num_embeddings, embedding_dim, dtype)
+    rows: Tensor = _ttm_rows(ids, tables.left, tables.right, num_embeddings, embedding_dim, dtype)
+    return rows
+
+
+@torch.library.custom_op("hf_comera::ttm_rows", mutates_args=())
+def _ttm_rows(
+    ids: Tensor, left: Tensor, right: Tensor, num_embeddings: int, embedding_dim: int, dtype: torch.dtype
+) -> Tensor:
     unique_U, place = _rows_to_make(ids.reshape(-1), num_embeddings)
-    rows_UE = tables.left.new_empty(unique_U.numel(), embedding_dim)
-    for start, left, right in _gathered(tables, unique_U):
-        part = rows_UE[start : start + left.shape[0]]
-        if left.shape[1] * right.shape[2] == embedding_dim:
-            torch.bmm(left, right, out=part.view(-1, left.shape[1], right.shape[2]))
+    rows_UE = left.new_empty(unique_U.numel(), embedding_dim)
+    for start, lefts, rights in _gathered(left, right, unique_U):
+        part = rows_UE[start : start + lefts.shape[0]]
+        if lefts.shape[1] * rights.shape[2] == embedding_dim:
+            torch.bmm(lefts, rights, out=part.view(-1, lefts.shape[1], rights.shape[2]))
         else:
-            part.copy_(torch.bmm(left, right).flatten(1)[:, :embedding_dim])
+            part.copy_(torch.bmm(lefts, rights).flatten(1)[:, :embedding_dim])
     rows_UE = rows_UE.to(dtype)
     rows_NE = rows_UE if place is None else rows_UE.index_select(0, place)
     # models add to embeddings in place, which autograd forbids for views that an operator returns
     return torch.ops.aten._unsafe_view(rows_NE, [*ids.shape, embedding_dim])
 
 
-@_ttm_lookup.register_fake
-def _(ids: Tensor, cores: list[Tensor], num_embeddings: int, embedding_dim: int, padding_idx: int | None) -> Tensor:
-    return cores[0].new_empty(*ids.shape, embedding_dim)
+@_ttm_rows.register_fake
+def _(ids: Tensor, left: Tensor, right: Tensor, num_embeddings: int, embedding_dim: int, dtype: torch.dtype) -> Tensor:
+    return left.new_empty(*ids.shape, embedding_dim, dtype=dtype)
+
+
+register_cuda_kernel(_ttm_rows, kernels.ttm_rows)
 
 
 @torch.library.custom_op("hf_comera::ttm_lookup_backward", mutates_args=())
@@ -103,16 +117,7 @@ def _ttm_lookup_backward(
 ) -> list[Tensor]:
     """An operator of its own, since the number of distinct ids is a shape that no compiler can know."""
     tables = half_tables(cores)
-    if _takes_kernel(ids, tables, grad.dtype):
-        grads = ttm_table_gradients(grad, ids, tables.left, tables.right, num_embeddings, padding_idx)
-        return half_tables_backward(tables, *grads, cores)
-    unique_U, place = _rows_to_make(ids.reshape(-1), num_embeddings)
-    drows_UE = grad.reshape(-1, grad.shape[-1]).to(tables.left.dtype)
-    if place is not None:
-        drows_UE = _summed_by_row(drows_UE, place, unique_U.numel())
-    if padding_idx is not None:
-        drows_UE = _without_row(drows_UE, unique_U == padding_idx)
-    dleft, dright = _table_gradients(tables, unique_U, drows_UE)
+    dleft, dright = _ttm_table_gradients(grad, ids, tables.left, tables.right, num_embeddings, padding_idx)
     return half_tables_backward(tables, dleft, dright, cores)
 
 
@@ -136,23 +141,36 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _ttm_lookup.register_autograd(_backward, setup_context=_save)
 
 
-def _takes_kernel(ids: Tensor, tables: HalfTables, dtype: torch.dtype) -> bool:
-    return kernels_serve(tables.left.device) and lookup_refusal(ids, tables.left, tables.right, dtype) is None
-
-
-def _table_gradients(tables: HalfTables, unique_U: Tensor, drows_UE: Tensor) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("hf_comera::ttm_table_gradients", mutates_args=())
+def _ttm_table_gradients(
+    grad: Tensor, ids: Tensor, left: Tensor, right: Tensor, num_embeddings: int, padding_idx: int | None
+) -> tuple[Tensor, Tensor]:
     """Gradients of both half tables, summed over the distinct ids."""
-    dleft, dright = torch.zeros_like(tables.left), torch.zeros_like(tables.right)
+    unique_U, place = _rows_to_make(ids.reshape(-1), num_embeddings)
+    drows_UE = grad.reshape(-1, grad.shape[-1]).to(left.dtype)
+    if place is not None:
+        drows_UE = _summed_by_row(drows_UE, place, unique_U.numel())
+    if padding_idx is not None:
+        drows_UE = _without_row(drows_UE, unique_U == padding_idx)
+    dleft, dright = torch.zeros_like(left), torch.zeros_like(right)
     hidden, columns = dleft.shape[1], dright.shape[2]
     if missing := hidden * columns - drows_UE.shape[1]:
         drows_UE = pad(drows_UE, (0, missing))
-    for start, left, right in _gathered(tables, unique_U):
-        stop = start + left.shape[0]
+    for start, lefts, rights in _gathered(left, right, unique_U):
+        stop = start + lefts.shape[0]
         drows = drows_UE[start:stop].view(-1, hidden, columns)
-        row, column = _coordinates(tables, unique_U[start:stop])
-        _add_by_row(dleft, row, torch.bmm(drows, right.transpose(1, 2)))
-        _add_by_row(dright, column, torch.bmm(left.transpose(1, 2), drows))
+        row, column = _coordinates(right, unique_U[start:stop])
+        _add_by_row(dleft, row, torch.bmm(drows, rights.transpose(1, 2)))
+        _add_by_row(dright, column, torch.bmm(lefts.transpose(1, 2), drows))
     return dleft, dright
+
+
+@_ttm_table_gradients.register_fake
+def _(grad: Any, ids: Any, left: Tensor, right: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(left), torch.empty_like(right)
+
+
+register_cuda_kernel(_ttm_table_gradients, kernels.ttm_table_gradients)
 
 
 def _rows_to_make(ids_N: Tensor, num_embeddings: int) -> tuple[Tensor, Tensor | None]:
@@ -193,18 +211,18 @@ def _add_by_row(table: Tensor, rows: Tensor, values: Tensor) -> None:
         table.index_add_(0, rows, values)
 
 
-def _coordinates(tables: HalfTables, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _coordinates(right: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of the left and of the right table that make the rows ``ids``."""
-    right_rows, ids = tables.right.shape[0], ids.long()
+    right_rows, ids = right.shape[0], ids.long()
     return ids // right_rows, ids % right_rows
 
 
-def _gathered(tables: HalfTables, unique_U: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _gathered(left: Tensor, right: Tensor, unique_U: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """``(start, left (u, H, R), right (u, R, K))`` for one chunk of distinct ids after the other."""
     for start in range(0, unique_U.numel(), ROWS_PER_CHUNK):
-        row, column = _coordinates(tables, unique_U[start : start + ROWS_PER_CHUNK])
+        row, column = _coordinates(right, unique_U[start : start + ROWS_PER_CHUNK])
         # on a CPU several times as fast as brackets
-        yield start, tables.left.index_select(0, row), tables.right.index_select(0, column)
+        yield start, left.index_select(0, row), right.index_select(0, column)
 
 
 def check_ids(ids: Tensor, num_embeddings: int) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_comera.ops.coat_kernels import coat_adamw_step
-from hf_comera.optim.coat_pieces import Piece, batches, split_for_kernel
+from hf_comera.ops.cuda.coat_adamw import coat_adamw_step
+from hf_comera.ops.cuda.dispatch import kernels_serve, register_cuda_kernel
+from hf_comera.optim.coat_pieces import Piece, alike, batches
 from hf_comera.optim.coat_state import (
     MOMENTS,
     gathered,
@@ -22,7 +23,7 @@ from hf_comera.optim.coat_state import (
     quantised_moment,
     store_moment,
 )
-from hf_comera.optim.flat_groups import FlatGroups, local_part
+from hf_comera.optim.flat_groups import FlatGroups, Layout, local_part
 from hf_comera.optim.moved_state import check_saved_shapes
 from hf_comera.optim.param_groups import check_not_negative
 from hf_comera.optim.saved_groups import take_saved_groups
@@ -31,6 +32,9 @@ __all__ = ["CoatAdamW"]
 
 MOST = 2.0**63
 """Larger entries of gradients count as this, also in ``kernels/coat_adamw.cu``: codes have no infinity."""
+
+_KEPT = [key + suffix for key in MOMENTS for suffix in ("", "_scales")]
+"""What is kept of the moments of a parameter, by its names in the state."""
 
 
 class CoatAdamW(torch.optim.Optimizer):
@@ -98,10 +102,12 @@ class CoatAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             moving = self._counted(group["params"])
             whole = {each: gathered(each) for each in moving if is_spread(each, layout_of_state(each))}
-            for_kernel, others = split_for_kernel(self._pieces(moving, whole))
-            coat_adamw_step(for_kernel, **{key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
-            for batch in batches(others):
-                _step_together(batch, group)
+            for pieces in alike(self._pieces(moving, whole)):
+                tensors = pieces[0].tensors
+                if kernels_serve(tensors["value"].device) and tensors.keys() >= set(_KEPT):
+                    _by_operator(pieces, group)
+                else:
+                    _in_batches(pieces, group)
             for parameter, (value, _) in whole.items():
                 keep_own_rows(parameter, value)
         return loss
@@ -202,6 +208,48 @@ class CoatAdamW(torch.optim.Optimizer):
             value, gradient = whole.get(parameter) or (parameter.detach(), parameter.grad)
             kept = {"value": value, "gradient": gradient, **self.state[parameter]}
             yield Piece(layout_of_state(parameter), {key: local_part(kept[key]) for key in kept})
+
+
+def _by_operator(pieces: list[Piece], group: dict[str, Any]) -> None:
+    """Step quantised parameters by the operator; on a CPU its hundreds of arguments would cost time."""
+    values, gradients, steps = ([piece.tensors[key] for piece in pieces] for key in ("value", "gradient", "step"))
+    moments = [piece.tensors[key] for piece in pieces for key in _KEPT]
+    rate = group["lr"].detach() if isinstance(group["lr"], Tensor) else None
+    numbers = {"lr": 0.0 if rate is not None else float(group["lr"]), "betas": list(group["betas"])}
+    numbers |= {"eps": group["eps"], "weight_decay": group["weight_decay"]}
+    sizes = [number for piece in pieces for number in piece.layout[:3]]
+    _coat_adamw(values, gradients, moments, steps, rate, sizes=sizes, **numbers)
+
+
+@torch.library.custom_op("hf_comera::coat_adamw", mutates_args=("values", "moments"))
+def _coat_adamw(
+    values: list[Tensor],
+    gradients: list[Tensor],
+    moments: list[Tensor],
+    steps: list[Tensor],
+    rate: Tensor | None,
+    *,
+    sizes: list[int],
+    lr: float,
+    betas: list[float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """A step of quantised parameters of equal dtypes; ``moments`` are four tensors and ``sizes`` three a parameter."""
+    keys = ("value", "gradient", "step", *_KEPT)
+    kept = [moments[place :: len(_KEPT)] for place in range(len(_KEPT))]
+    tensors = [dict(zip(keys, of_one, strict=True)) for of_one in zip(values, gradients, steps, *kept, strict=True)]
+    layouts = (Layout(*sizes[start : start + 3], True) for start in range(0, len(sizes), 3))
+    rule = {"lr": lr if rate is None else rate, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    _in_batches(map(Piece, layouts, tensors), rule)
+
+
+register_cuda_kernel(_coat_adamw, coat_adamw_step)
+
+
+def _in_batches(pieces: Iterable[Piece], group: dict[str, Any]) -> None:
+    for batch in batches(pieces):
+        _step_together(batch, group)
 
 
 def _step_together(pieces: list[Piece], group: dict[str, Any]) -> None:

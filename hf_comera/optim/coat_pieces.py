@@ -1,4 +1,4 @@
-"""Which parameters ``CoatAdamW`` steps together, and which ones a kernel takes."""
+"""Which parameters ``CoatAdamW`` steps together."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -7,12 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_comera.ops.coat_kernels import QuantisedParameter, coat_adamw_refusal
-from hf_comera.ops.kernel_switch import kernels_serve
-from hf_comera.optim.coat_state import MOMENTS
 from hf_comera.optim.flat_groups import Layout
 
-__all__ = ["Piece", "batches", "entries_at_once", "split_for_kernel"]
+__all__ = ["Piece", "alike", "batches", "entries_at_once"]
 
 
 class Piece(NamedTuple):
@@ -22,16 +19,14 @@ class Piece(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def split_for_kernel(pieces: Iterable[Piece]) -> tuple[list[QuantisedParameter], list[Piece]]:
-    """What the kernel steps, if it is switched on, and all others."""
-    taken, others = [], []
+def alike(pieces: Iterable[Piece]) -> Iterable[list[Piece]]:
+    """Those that one call of an operator takes: of equal dtypes and device, with moments of one kind."""
+    found: dict[Any, list[Piece]] = {}
     for piece in pieces:
-        parameter = _for_kernel(piece) if kernels_serve(piece.tensors["value"].device) else None
-        if parameter is None or coat_adamw_refusal(parameter) is not None:
-            others.append(piece)
-        else:
-            taken.append(parameter)
-    return taken, others
+        value = piece.tensors["value"]
+        kind = (value.dtype, value.device, value.is_contiguous(), piece.tensors["gradient"].dtype)
+        found.setdefault((*kind, *piece.tensors), []).append(piece)
+    return found.values()
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -47,15 +42,6 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             batch, num_entries = [], 0
         begun[key] = ([*batch, piece], num_entries + num_new)
     yield from (batch for batch, _ in begun.values())
-
-
-def _for_kernel(piece: Piece) -> QuantisedParameter | None:
-    layout, tensors = piece
-    if not layout.is_quantised:
-        return None
-    moments = [tensors[key + suffix] for key in MOMENTS for suffix in ("", "_scales")]
-    gradient = tensors["gradient"].contiguous()
-    return QuantisedParameter(tensors["value"], gradient, *moments, tensors["step"], layout.num_rows, layout.length)
 
 
 def entries_at_once(device: torch.device) -> int:

@@ -12,7 +12,7 @@ from hf_comera import ComeraConfig, explain, get_comera_model
 from hf_comera.compress.explain import WIDTH
 from hf_comera.modules import TTLinear, TTMEmbedding, unwritten_heads, wide_hidden
 from hf_comera.modules.fast_dropout import FastDropout
-from hf_comera.ops import kernel_switch
+from hf_comera.ops.cuda import dispatch, switch
 from hf_comera.tt.planner import RULE
 from tests.architectures import ARCHITECTURES, SIZES, WORDS
 
@@ -190,8 +190,8 @@ def test_why_attention_does_not_take_codes_is_told():
 
 def test_hidden_layers_that_kernels_take_are_told(monkeypatch):
     monkeypatch.setattr(wide_hidden, "WORTH_CHUNKS", 1)
-    monkeypatch.setattr(kernel_switch, "KERNEL_DEVICES", ("cpu",))
-    monkeypatch.setattr(kernel_switch, "_wanted", True)
+    monkeypatch.setattr(dispatch, "_served", ("cpu",))
+    monkeypatch.setattr(switch, "_wanted", True)
     explanation = explain(compressed("bert-mlm"), 2, 9)
     assert {row.label: row.extra for row in explanation.rows}["intermediate.dense"] == "hidden in a kernel"
     assert "gelu_tanh, relu, gated or not" in " ".join(explanation.notes)

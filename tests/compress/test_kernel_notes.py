@@ -7,7 +7,7 @@ from torch import nn
 from hf_comera import ComeraConfig, explain, get_comera_model
 from hf_comera.compress.kernel_notes import kernel_notes
 from hf_comera.modules import TTLinear
-from hf_comera.ops import kernel_switch
+from hf_comera.ops.cuda import dispatch, switch
 from tests.architectures import ARCHITECTURES
 
 
@@ -24,15 +24,15 @@ def notes(model, dtype=torch.float32, kind="cpu"):
 
 @pytest.fixture
 def on(monkeypatch):
-    monkeypatch.setattr(kernel_switch, "KERNEL_DEVICES", ("cpu",))
-    monkeypatch.setattr(kernel_switch, "_wanted", True)
+    monkeypatch.setattr(dispatch, "_served", ("cpu",))
+    monkeypatch.setattr(switch, "_wanted", True)
 
 
 def test_off_or_impossible(monkeypatch):
     model = compressed()
     assert notes(model) == ""
     assert "CUDA kernels are off, since none has run on a GPU yet" in notes(model, kind="cuda")
-    monkeypatch.setattr(kernel_switch, "_wanted", True)
+    monkeypatch.setattr(switch, "_wanted", True)
     assert notes(model) == ""
     if not torch.cuda.is_available():
         assert "CUDA kernels cannot run: torch finds no CUDA device. Operators run" in notes(model, kind="cuda")

@@ -1,14 +1,16 @@
 """Kernels for the device of a test: compiled by g++ for a CPU, by nvcc for a GPU, and kept for later sessions."""
 
+import functools
 import os
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from hf_comera.ops import kernel_switch
-from hf_comera.ops.kernel_build import find_gcc
-from hf_comera.ops.kernels import emulated_kernels, kernels_refusal
+from hf_comera.ops import use_kernels
+from hf_comera.ops.cuda.build import find_gcc
+from hf_comera.ops.cuda.dispatch import serve_devices
+from hf_comera.ops.cuda.library import SIGNATURES, emulated_kernels, kernel_library, kernels_refusal
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -32,8 +34,26 @@ def kernels(device, _cache_of_the_tests):
 
 
 @pytest.fixture
-def served(kernels, monkeypatch):
-    """The device, whose kernels layers take: on a CPU the emulated ones; ``use_kernels(False)`` has them use torch."""
-    monkeypatch.setattr(kernel_switch, "KERNEL_DEVICES", (kernels.type,))
-    monkeypatch.setattr(kernel_switch, "_wanted", True)
-    return kernels
+def served(kernels):
+    """The device, whose operators have kernels: on a CPU the emulated ones; ``use_kernels(False)`` is plain torch."""
+    serve_devices(kernels.type)
+    use_kernels()
+    yield kernels
+    use_kernels(False)
+    serve_devices("cuda")
+
+
+@pytest.fixture
+def calls(kernels, monkeypatch):
+    """Name and arguments of every launch, through whatever operator."""
+    seen, library = [], kernel_library(kernels)
+
+    def watched(name, launch, *arguments):
+        seen.append((name.removeprefix("hf_comera_"), arguments))
+        return launch(*arguments)
+
+    for name, signature in SIGNATURES.items():
+        if "p" in signature:  # the others launch nothing
+            watch = functools.partial(watched, name, getattr(library, name))
+            monkeypatch.setitem(vars(library), name, watch)
+    return seen

@@ -2,13 +2,11 @@
 
 import torch
 
-from hf_comera.ops.coat_kernels import coat_adamw_step
-from hf_comera.ops.halves_kernels import Half, tt_halves, tt_halves_backward
-from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward
-from hf_comera.ops.ttm_kernels import ttm_rows, ttm_table_gradients
-from hf_comera.ops.wide_code_kernels import wide_code, wide_code_backward
-from hf_comera.ops.wide_input import WideForm, WideInput
-from tests.kernels.test_coat_adamw import new_parameter
+from hf_comera.ops.cuda.halves import Half, tt_halves, tt_halves_backward
+from hf_comera.ops.cuda.low_rank_linear import low_rank_linear, low_rank_linear_backward
+from hf_comera.ops.cuda.tiled_mlp import wide_code, wide_code_backward
+from hf_comera.ops.cuda.ttm_embedding import ttm_rows, ttm_table_gradients
+from tests.kernels.test_coat_adamw import new_parameter, step_by_kernel
 
 
 def linear(dtype):
@@ -23,9 +21,10 @@ def linear(dtype):
 
 def wide(dtype):
     make = lambda *shape: torch.randn(shape).to(dtype)  # noqa: E731
-    inputs = [WideInput(make(70, rank), make(rank, 600), make(600)) for rank in (32, 24)]
-    form, masks, left, grad = WideForm("gelu", (0, 1), 1.25), [torch.rand(70, 600) < 0.8], make(16, 600), make(70, 16)
-    return lambda: [wide_code(inputs, form, masks, left), *wide_code_backward(grad, inputs, form, masks, left)]
+    codes, rights = [make(70, 32), make(70, 24)], [make(32, 600), make(24, 600)]
+    operands = (codes, rights, [make(600), make(600)], [torch.rand(70, 600) < 0.8], make(16, 600))
+    grad, form = make(70, 16), {"activation": "gelu", "scale": 1.25}
+    return lambda: [wide_code(*operands, **form), *wide_code_backward(grad, *operands, **form)]
 
 
 def halves(dtype):
@@ -52,7 +51,7 @@ def coat(dtype):
     parameters = [new_parameter(shape, dtype) for shape in ((5, 300), (20, 12), (1, 400))]
 
     def call():
-        coat_adamw_step(parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+        step_by_kernel(parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
         return [tensor for parameter in parameters for tensor in parameter if isinstance(tensor, torch.Tensor)]
 
     return call

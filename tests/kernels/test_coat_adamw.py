@@ -3,15 +3,16 @@
 import copy
 import math
 import subprocess
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from hf_comera.ops import kernel_switch, use_kernels
-from hf_comera.ops.coat_kernels import QuantisedParameter, coat_adamw_refusal, coat_adamw_step
+from hf_comera.ops import use_kernels
+from hf_comera.ops.cuda.build import find_gcc, sources_folder
+from hf_comera.ops.cuda.coat_adamw import coat_adamw_refusal, coat_adamw_step
 from hf_comera.ops.fp8 import dequantise, quantise
-from hf_comera.ops.kernel_build import find_gcc, sources_folder
 from hf_comera.optim import CoatAdamW, coat_adamw
 from tests.kernels.kernel_errors import assert_as_exact
 
@@ -29,6 +30,28 @@ SHAPES = {
     "more-than-a-launch": [(2, 30)] * 60,
     "empty": [(0, 40), (2, 8)],
 }
+
+
+class QuantisedParameter(NamedTuple):
+    """A parameter and what is kept of its moments."""
+
+    value: torch.Tensor
+    gradient: torch.Tensor
+    first: torch.Tensor
+    first_scales: torch.Tensor
+    second: torch.Tensor
+    second_scales: torch.Tensor
+    step: torch.Tensor
+    num_rows: int
+    length: int
+
+
+def step_by_kernel(parameters, lr, **rule):
+    moments = [tensor for each in parameters for tensor in each[2:6]]
+    sizes = [number for each in parameters for number in (each.num_rows, each.length, 128)]
+    rate, number = (lr, 0.0) if isinstance(lr, torch.Tensor) else (None, lr)
+    values, gradients, steps = ([getattr(each, key) for each in parameters] for key in ("value", "gradient", "step"))
+    coat_adamw_step(values, gradients, moments, steps, rate, sizes=sizes, lr=number, **rule)
 
 
 def new_parameter(shape, dtype, device="cpu"):
@@ -98,7 +121,7 @@ def test_a_step(shapes, settings, dtypes, kernels):
     (name, dtype), rule = dtypes, RULE | settings
     before = [new_parameter(shape, dtype, kernels) for shape in shapes]
     found, expected = copies(before), copies(before)
-    coat_adamw_step(found, **rule)
+    step_by_kernel(found, **rule)
     by_torch(expected, **rule)
     results = [map(plain, found), map(plain, expected), (exactly(p, **rule) for p in before)]
     for what, *three in zip((name, "fp32", "fp32"), *map(joined, results), strict=True):
@@ -137,7 +160,7 @@ def test_special_entries_of_a_first_step(gradient, kernels):
     tensors = [torch.zeros(shape), gradient, *moments, torch.tensor(1.0)]
     before = [QuantisedParameter(*(each.to(kernels) for each in tensors), *shape)]
     found, expected = copies(before), copies(before)
-    coat_adamw_step(found, **RULE)
+    step_by_kernel(found, **RULE)
     by_torch(expected, **RULE)
     torch.testing.assert_close(found[0].value, expected[0].value, equal_nan=True)
     for key in ("first", "second"):
@@ -151,30 +174,50 @@ def test_special_entries_of_a_first_step(gradient, kernels):
 def test_a_rate_on_the_device_is_read_there(kernels):
     before = [new_parameter((6, 130), torch.float32, kernels)]
     by_number, by_tensor = copies(before), copies(before)
-    coat_adamw_step(by_number, **RULE)
-    coat_adamw_step(by_tensor, **RULE | {"lr": torch.tensor(1e-2, device=kernels)})
+    step_by_kernel(by_number, **RULE)
+    step_by_kernel(by_tensor, **RULE | {"lr": torch.tensor(1e-2, device=kernels)})
     torch.testing.assert_close(by_tensor[0].value, by_number[0].value)
 
 
-def test_the_optimizer_takes_it_where_it_is_switched_on(kernels, monkeypatch):
-    monkeypatch.setattr(kernel_switch, "KERNEL_DEVICES", (kernels.type,))
-    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 6)).to(kernels)
+@pytest.mark.parametrize("rate", [1e-3, torch.tensor(1e-3)], ids=["number", "tensor"])
+def test_the_optimizer_takes_it_where_it_is_switched_on(rate, served, calls):
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 6)).to(served)
     twin = copy.deepcopy(model)
-    inputs = torch.randn(5, 40, device=kernels)
-    try:
-        for each, is_wanted in ((model, True), (twin, False)):
-            use_kernels(is_wanted)
-            optimizer = CoatAdamW(each.parameters(), lr=1e-3)
-            versions = [parameter._version for parameter in each.parameters()]
-            for _ in range(5):
-                each(inputs).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            assert all(p._version > v for p, v in zip(each.parameters(), versions, strict=True))
-    finally:
-        use_kernels(False)
+    inputs = torch.randn(5, 40, device=served)
+    for each, is_wanted in ((model, True), (twin, False)):
+        use_kernels(is_wanted)
+        optimizer = CoatAdamW(each.parameters(), lr=rate)
+        versions = [parameter._version for parameter in each.parameters()]
+        for _ in range(5):
+            each(inputs).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(p._version > v for p, v in zip(each.parameters(), versions, strict=True))
+    assert [name for name, _ in calls] == ["coat_adamw"] * 5
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_the_body_of_the_operator_steps_what_has_no_kernel(served, calls):
+    results = []
+    for wanted in (True, False):
+        use_kernels(wanted)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 6)).to(served, torch.float64)
+        optimizer = CoatAdamW(model.parameters(), lr=torch.tensor(1e-3))
+        for _ in range(3):
+            model(torch.ones(5, 40, device=served, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+        results.append([parameter.detach() for parameter in model.parameters()])
+    assert not calls
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_opcheck(device):
+    each = new_parameter((5, 40), torch.float32, device)
+    arguments = ([each.value], [each.gradient], [*each[2:6]], [each.step], None)
+    rule = RULE | {"betas": [*RULE["betas"]], "sizes": [5, 40, 40]}
+    torch.library.opcheck(coat_adamw._coat_adamw, arguments, rule, test_utils=("test_schema", "test_faketensor"))
 
 
 CONVERSIONS = """
@@ -208,7 +251,9 @@ def test_e4m3_is_that_of_torch(tmp_path):
 
 
 def test_says_what_it_cannot_take():
-    parameter = new_parameter((6, 130), torch.float32)
-    assert "not torch.float64" in coat_adamw_refusal(parameter._replace(value=parameter.value.double()))
-    assert "not contiguous" in coat_adamw_refusal(parameter._replace(value=parameter.value.t()))
-    assert coat_adamw_refusal(parameter) is None
+    value, gradient, *state = new_parameter((6, 130), torch.float32)[:7]
+    assert "not torch.float64" in coat_adamw_refusal([value.double()], [gradient], state)
+    assert "one at a time" in coat_adamw_refusal([value], [gradient, gradient.bfloat16()], state)
+    assert "not contiguous" in coat_adamw_refusal([value.t()], [gradient], state)
+    assert "different devices" in coat_adamw_refusal([value], [gradient.to("meta")], state)
+    assert coat_adamw_refusal([value], [gradient.t()], state) is None

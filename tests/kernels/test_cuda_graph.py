@@ -1,15 +1,13 @@
-"""hf_comera/ops/*_kernels.py: calls can be captured in a CUDA graph and replayed on new numbers."""
+"""hf_comera/ops/cuda/: calls can be captured in a CUDA graph and replayed on new numbers."""
 
 import pytest
 import torch
 
-from hf_comera.ops.coat_kernels import coat_adamw_step
-from hf_comera.ops.halves_kernels import Half, tt_halves, tt_halves_backward
-from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward
-from hf_comera.ops.ttm_kernels import ttm_rows, ttm_table_gradients
-from hf_comera.ops.wide_code_kernels import wide_code, wide_code_backward
-from hf_comera.ops.wide_input import WideForm, WideInput
-from tests.kernels.test_coat_adamw import new_parameter
+from hf_comera.ops.cuda.halves import Half, tt_halves, tt_halves_backward
+from hf_comera.ops.cuda.low_rank_linear import low_rank_linear, low_rank_linear_backward
+from hf_comera.ops.cuda.tiled_mlp import wide_code, wide_code_backward
+from hf_comera.ops.cuda.ttm_embedding import ttm_rows, ttm_table_gradients
+from tests.kernels.test_coat_adamw import new_parameter, step_by_kernel
 
 STATE = ("first", "first_scales", "second", "second_scales")
 
@@ -17,7 +15,7 @@ STATE = ("first", "first_scales", "second", "second_scales")
 def adamw_step(kept, gradient, rate):
     """Value and state of a copy of ``kept`` after a step."""
     stepped = kept._replace(gradient=gradient, **{name: getattr(kept, name).clone() for name in ("value", *STATE)})
-    coat_adamw_step([stepped], lr=rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    step_by_kernel([stepped], lr=rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
     return [stepped.value, *(getattr(stepped, name) for name in STATE)]
 
 
@@ -25,7 +23,7 @@ def adamw_step(kept, gradient, rate):
 def test_every_call_can_be_captured():
     make = lambda *shape: torch.randn(shape, device="cuda")  # noqa: E731
     x, left, right, grad_y = make(70, 64), make(32, 64), make(32, 96), make(70, 96)
-    left_out, grad_code, form = make(16, 96), make(70, 16), WideForm("gelu", (0,))
+    left_out, grad_code, form = make(16, 96), make(70, 16), {"activation": "gelu", "scale": None}
     table_left, table_right, ids = make(4, 6, 8), make(5, 8, 7), torch.randint(0, 20, (70,), device="cuda")
     side = [Half([make(1, 4, 6), make(6, 5, 8)], True, 20, 8, [make(6), make(8)])]
 
@@ -34,14 +32,14 @@ def test_every_call_can_be_captured():
     def compute():
         y, code = low_rank_linear(x, left, right)
         gradients = low_rank_linear_backward(grad_y, None, x, code, left, right)
-        wide = [WideInput(code, right, None)], form, [], left_out
+        wide = [code], [right], [None], [], left_out
         rows = ttm_rows(ids, table_left, table_right, 20, 42, torch.float32)
         return [
             y,
             code,
             *gradients,
-            wide_code(*wide),
-            *(each for each in wide_code_backward(grad_code, *wide) if each is not None),
+            wide_code(*wide, **form),
+            *wide_code_backward(grad_code, *wide, **form),
             rows,
             *ttm_table_gradients(rows, ids, table_left, table_right, 20),
             *(halves := tt_halves(side, torch.float32)),

@@ -1,4 +1,4 @@
-"""hf_comera/ops/*_kernels.py: what kernels write to has the size they expect, whatever torch's default dtype is."""
+"""hf_comera/ops/cuda/: what kernels write to has the size they expect, whatever torch's default dtype is."""
 
 import pytest
 import torch

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from hf_comera.ops.kernel_build import build_emulated_library, sources_folder
+from hf_comera.ops.cuda.build import build_emulated_library, sources_folder
 from tests.kernels.every_call import CALLS
 
 MISSED_BARRIER = """

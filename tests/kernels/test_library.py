@@ -5,9 +5,9 @@ import ctypes
 import pytest
 import torch
 
-from hf_comera.ops import kernel_build
-from hf_comera.ops.kernel_build import find_nvcc, sources_folder
-from hf_comera.ops.kernels import kernel_library, launch_refusal
+from hf_comera.ops.cuda import build
+from hf_comera.ops.cuda.build import find_nvcc, sources_folder
+from hf_comera.ops.cuda.library import kernel_library, launch_refusal
 
 
 def test_an_empty_kernel_starts(kernels):
@@ -19,8 +19,8 @@ def test_without_a_driver(tmp_path, monkeypatch):
     for name in ("library.cu", "portable.h"):
         (tmp_path / name).symlink_to(sources_folder() / name)
     monkeypatch.setenv("HF_COMERA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kernel_build, "sources_folder", lambda: tmp_path)
-    library = ctypes.CDLL(str(kernel_build.build_library("sm_80").library))
+    monkeypatch.setattr(build, "sources_folder", lambda: tmp_path)
+    library = ctypes.CDLL(str(build.build_library("sm_80").library))
     library.hf_comera_error_message.restype = ctypes.c_char_p
     found = launch_refusal(library, torch.device("cpu"))
     assert "CUDA driver version is insufficient" in found

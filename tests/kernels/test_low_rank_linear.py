@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_comera.ops.low_rank_kernels import low_rank_linear
+from hf_comera.ops.cuda.low_rank_linear import low_rank_linear
 from tests.kernels.kernel_errors import DTYPES, assert_as_exact, between_nans, precision, product
 
 # tokens, in features, out features, rank, bias

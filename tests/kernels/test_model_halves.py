@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from hf_comera.ops import model_halves as module
 from hf_comera.ops import use_kernels
 from hf_comera.ops.halves import Side
 from hf_comera.ops.model_halves import model_halves
@@ -19,13 +18,9 @@ FAMILIES = {
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """Halves of each launch."""
-    seen = []
-    launch = module.tt_halves
-    monkeypatch.setattr(module, "tt_halves", lambda halves, dtype: seen.append(len(halves)) or launch(halves, dtype))
-    return seen
+def halves_of_launches(calls):
+    """How many halves each launch made."""
+    return [arguments[1] for name, arguments in calls if name == "tt_halves"]
 
 
 def make_sides(device, families=FAMILIES, stored=torch.float32, dtype=torch.float32, gated=False):
@@ -53,7 +48,7 @@ def with_and_without(compute):
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("stored", TOLERANCE, ids=str)
-def test_equal_those_of_torch(stored, dtype, gated, served, launches):
+def test_equal_those_of_torch(stored, dtype, gated, served, calls):
     sides = make_sides(served, stored=stored, dtype=dtype, gated=gated)
     tensors = [tensor for side in sides for tensor in side.tensors()]
     torch.manual_seed(1)
@@ -64,7 +59,7 @@ def test_equal_those_of_torch(stored, dtype, gated, served, launches):
         return halves, torch.autograd.grad(halves, tensors, grads)
 
     (halves, found), (expected, plain) = with_and_without(compute)
-    assert launches == [12], "one launch for both sides of all layers"
+    assert halves_of_launches(calls) == [12], "one launch for both sides of all layers"
     torch.testing.assert_close(halves, expected, **TOLERANCE[dtype])
     torch.testing.assert_close(found, plain, **TOLERANCE[stored])
     assert all(side.has_met_backward for side in sides)
@@ -163,10 +158,10 @@ def frozen(sides):
 
 @pytest.mark.parametrize(
     ("change", "expected"),
-    [(transposed, [8]), (in_float64, [2]), (with_nine_cores, [5]), (frozen, [6, 2])],
+    [(transposed, [8]), (in_float64, [2]), (with_nine_cores, []), (frozen, [6, 2])],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_the_kernel_cannot_take_goes_the_other_way(change, expected, served, launches):
+def test_what_the_kernel_cannot_take_goes_the_other_way(change, expected, served, calls):
     sides = make_sides(served, ["two-factors", "padded"])[:3]  # of three, three and two layers
     change(sides)
     tensors = [tensor for side in sides for tensor in side.tensors() if tensor.requires_grad]
@@ -178,4 +173,4 @@ def test_what_the_kernel_cannot_take_goes_the_other_way(change, expected, served
 
     found, plain = with_and_without(compute)
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
-    assert launches == expected
+    assert halves_of_launches(calls) == expected

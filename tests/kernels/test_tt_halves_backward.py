@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_comera.ops.halves_kernels import tt_halves_backward
+from hf_comera.ops.cuda.halves import tt_halves_backward
 from tests.kernels.kernel_errors import assert_as_exact, between_nans
 from tests.kernels.test_tt_halves import FORMATS, SIDES, make_half, product
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_comera.ops.ttm_kernels import lookup_refusal, ttm_rows, ttm_table_gradients
+from hf_comera.ops.cuda.ttm_embedding import lookup_refusal, ttm_rows, ttm_table_gradients
 from tests.kernels.kernel_errors import assert_as_exact, between_nans
 
 # rows and columns of the left table, rank, rows and columns of the right table, vocabulary, embedding size, ids
@@ -173,7 +173,7 @@ REFUSED = {
     "float16": lambda ids, left, right: (ids, left, right, torch.float16),
     "ranks of the tables differ": lambda ids, left, right: (ids, left, right[:, 1:], torch.float32),
     "ids of an integer dtype, not torch.float32": lambda ids, left, right: (ids.float(), left, right, torch.float32),
-    "different devices: meta": lambda ids, left, right: (ids.to("meta"), left, right, torch.float32),
+    "different devices: cpu, meta": lambda ids, left, right: (ids.to("meta"), left, right, torch.float32),
     "not on meta": lambda *tensors: (*(tensor.to("meta") for tensor in tensors), torch.float32),
     "of up to 8192 numbers with padding, not 8232": lambda ids, left, right: (
         ids,

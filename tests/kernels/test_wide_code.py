@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
+from hf_comera.ops.wide_input import WIDE_ACTIVATIONS, WideForm, WideInput
 from torch.nn.functional import gelu, relu, silu
 
-from hf_comera.ops.wide_code_kernels import WIDE_ACTIVATIONS, wide_code, wide_code_backward
-from hf_comera.ops.wide_input import WideForm, WideInput
+from hf_comera.ops.cuda.tiled_mlp import wide_code, wide_code_backward
 from tests.kernels.kernel_errors import DTYPES, assert_as_exact, between_nans, precision, product
 
 TORCH_ACTIVATIONS = {
@@ -65,8 +65,15 @@ def steps(matmul, inputs, form, masks, left, grad):
 
 
 def kernel(inputs, form, masks, left, grad):
-    found = wide_code_backward(grad, inputs, form, masks, left)
-    return [wide_code(inputs, form, masks, left), *(each for each in found if each is not None)]
+    """As :func:`steps`; of what the kernel makes for a bias that is none, nothing."""
+    columns = [list(column) for column in zip(*inputs, strict=True)]
+    wide, *dcodes = wide_code_backward(grad, *columns, masks, left, **form.settings())
+    ranks, count = [part.right.shape[0] for part in inputs], len(inputs)
+    rows = wide.split([*ranks, left.shape[0], *[1] * count])
+    found = [rows[count]]
+    for place, part in enumerate(inputs):
+        found += [dcodes[place], rows[place], *([] if part.bias is None else [rows[count + 1 + place][0]])]
+    return [wide_code(*columns, masks, left, **form.settings()), *found]
 
 
 def one_draw(name, shape, device):
@@ -109,15 +116,6 @@ def test_no_tokens_give_zeros(kernels):
     assert code.shape == (0, 32)
     assert [tuple(grad.shape) for grad in grads] == [(0, 32), (32, 48), (48,), (0, 16), (16, 48), (48,)]
     assert not any(grad.any() for grad in (dleft, *grads))
-
-
-def test_the_gate_may_come_first(kernels):
-    inputs, form, masks, left = operands(SHAPES[4], torch.float32, kernels)
-    grad = torch.randn(5, 56, device=kernels)
-    plain = kernel(inputs, form, masks, left, grad)
-    turned = kernel(inputs[::-1], form._replace(order=(1, 0)), masks, left, grad)
-    for one, other in zip([*turned[:2], *turned[5:], *turned[2:5]], plain, strict=True):
-        assert torch.equal(one, other)
 
 
 def test_a_tensor_may_start_anywhere(kernels):

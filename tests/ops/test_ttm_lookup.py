@@ -6,7 +6,8 @@ from torch.nn.functional import embedding
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_comera.ops import ttm_lookup
-from hf_comera.ops.ttm_lookup import _ttm_lookup, _ttm_lookup_backward
+from hf_comera.ops.ttm_lookup import _ttm_lookup, _ttm_rows, _ttm_table_gradients
+from hf_comera.ops.ttm_tables import half_tables
 from tests.dense_references import dense_table, random_ttm_cores
 from tests.ops.test_tt_linear import LargestTensor
 
@@ -62,13 +63,14 @@ class OpNames(TorchDispatchMode):
 @pytest.mark.parametrize("num_ids", [5, 200], ids=["fewer than rows", "more than rows"])
 def test_static_shapes_read_nothing_and_change_nothing(num_ids, monkeypatch):
     cores, ids = random_ttm_cores((3, 4, 5), (2, 3, 2), 3), torch.randint(0, 57, (num_ids,))
-    lookup, backward = _ttm_lookup._init_fn, _ttm_lookup_backward._init_fn  # what the operators do
+    left, right, *_ = half_tables([core.detach() for core in cores])
+    lookup, backward = _ttm_rows._init_fn, _ttm_table_gradients._init_fn  # what the operators do
     results = []
     for static in (False, True):
         monkeypatch.setitem(_ttm_lookup._init_fn.__globals__, "_needs_static_shapes", lambda _, static=static: static)
         with OpNames() as seen:
-            rows = lookup(ids, [core.detach() for core in cores], 57, 11, 7)
-            grads = backward(rows.cos(), ids, [core.detach() for core in cores], 57, 7)
+            rows = lookup(ids, left, right, 57, 11, left.dtype)
+            grads = backward(rows.cos(), ids, left, right, 57, 7)
         results.append([rows, *grads])
         assert any("unique" in name for name in seen.names) != static
     for one, other in zip(*results, strict=True):
@@ -99,7 +101,14 @@ def test_ids_outside_the_vocabulary_raise_as_in_torch(bad):
 
 def test_opcheck():
     cores = random_ttm_cores((3, 4), (2, 2), 2)
-    torch.library.opcheck(_ttm_lookup, (torch.tensor([[1, 2], [2, 10]]), cores, 11, 4, 2))
+    ids = torch.tensor([[1, 2], [2, 10]])
+    torch.library.opcheck(_ttm_lookup, (ids, cores, 11, 4, 2))
+    left, right, *_ = half_tables([core.detach() for core in cores])
+    for operator, arguments in (
+        (_ttm_rows, (ids, left, right, 11, 4, torch.bfloat16)),
+        (_ttm_table_gradients, (torch.randn(2, 2, 4), ids, left, right, 11, 2)),
+    ):
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_only_index_vectors_are_saved_and_no_table_is_made():

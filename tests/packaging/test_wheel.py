@@ -47,7 +47,7 @@ def test_holds_the_package_and_its_data(wheel):
 
 def test_finds_its_cuda_sources_where_it_is_installed(wheel, tmp_path):
     wheel.extractall(tmp_path)
-    program = "from hf_comera.ops.kernel_build import sources_folder; print(sources_folder())"
+    program = "from hf_comera.ops.cuda.build import sources_folder; print(sources_folder())"
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
@@ -71,7 +71,7 @@ def test_an_editable_install_works_beside_the_clone_and_finds_its_cuda_sources(t
     program = (
         f"import site; site.addsitedir({str(tmp_path / 'site')!r}); "
         "from hf_comera import ComeraConfig; "
-        "from hf_comera.ops.kernel_build import sources_folder; print(sources_folder())"
+        "from hf_comera.ops.cuda.build import sources_folder; print(sources_folder())"
     )
     path = os.pathsep.join([str(tmp_path / "site"), sysconfig.get_path("purelib")])  # -S: no .pth of other installs
     done = subprocess.run(

@@ -12,7 +12,7 @@ import bench_step
 import peak_memory
 import step_timing
 from hf_comera import ComeraConfig, get_comera_model
-from hf_comera.ops import kernel_switch
+from hf_comera.ops.cuda import switch
 from interleaved_timing import DENSE, TENSOR_TRAIN
 from step_models import (
     HIDDEN_SHARE,
@@ -160,7 +160,7 @@ def test_large_models_agree_with_each_other():
 
 def test_the_whole_script_with_kernels(monkeypatch, capsys):
     monkeypatch.setattr(bench_step, "build_models", lambda *_: {DENSE: tiny_model(), TENSOR_TRAIN: tiny_model()})
-    monkeypatch.setattr(kernel_switch, "_wanted", False)
+    monkeypatch.setattr(switch, "_wanted", False)
     words = ["--batch", "2x8", "--padded", "--rounds", "1", "--no-save", "--threads", "1"]
     args = parse(monkeypatch, *words)
     args.kernels = True
@@ -171,7 +171,7 @@ def test_the_whole_script_with_kernels(monkeypatch, capsys):
     assert "ratio" in printed
     if peak_memory.CLEAR_REFS.exists():
         assert len(re.findall(r"peak bytes +│ +[\d,]+ │", printed)) == 2
-    assert kernel_switch.kernels_are_wanted()
+    assert switch.kernels_are_wanted()
 
 
 def test_defaults_are_those_of_the_rows(monkeypatch):

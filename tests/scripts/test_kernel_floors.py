@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench_kernels import PRODUCT_OPS
 from chain_candidates import CHAIN_OPS, TORCH
-from hf_comera.ops import kernel_switch
+from hf_comera.ops.cuda import switch
 from kernel_floors import WORK, Ceilings, Work, measure_ceilings
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_products_are_counted_as_torch_counts_them(op, remade, shape):
 
 @pytest.mark.parametrize("op", CHAIN_OPS)
 def test_chains_are_counted_as_torch_counts_them(op, monkeypatch):
-    monkeypatch.setattr(kernel_switch, "_wanted", False)
+    monkeypatch.setattr(switch, "_wanted", False)
     shape = CHAIN_OPS[op][3][0]
     candidates = CHAIN_OPS[op][1](shape, torch.float32, CPU)
     with FlopCounterMode(display=False) as counter:

@@ -1,20 +1,17 @@
 """``TapeCapture``: what ``CudaCapture`` does, on a CPU: operations are taped with their memory and done again.
 
 As in a CUDA graph, all that Python computed while the tape was made is frozen: numbers, shapes, addresses. Recording
-changes nothing, and a function that reads from the device cannot be recorded. Launches of emulated kernels, which
-torch does not see, are taped by :func:`tape_kernels`; they must write to fresh memory only.
+changes nothing, and a function that reads from the device cannot be recorded. Emulated kernels are on the tape as the
+operators that launch them.
 """
-
-import functools
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_comera.modules import stamp
 from hf_comera.modules.halves_bank import drop_kept_halves
-from hf_comera.ops.kernels import SIGNATURES
 from hf_comera.ops.ttm_lookup import _ttm_lookup
 from hf_comera.training.cuda_capture import CaptureWatch
 
@@ -25,24 +22,6 @@ def use_tape(monkeypatch):
     monkeypatch.setattr(stamp, "_capturing", lambda core: Tape.running)
     monkeypatch.setitem(_ttm_lookup._init_fn.__globals__, "_needs_static_shapes", lambda ids: True)
     monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True)
-
-
-def tape_kernels(monkeypatch, library):
-    """Have launches through ``library`` outside of torch's operators go on the tape too.
-
-    Within an operator no tape is on the stack: the operator itself is on it.
-    """
-    for name, signature in SIGNATURES.items():
-        if "p" in signature:  # the others launch nothing
-            launch = functools.partial(_launch, getattr(library, name))
-            monkeypatch.setitem(vars(library), name, launch)
-
-
-def _launch(function, *arguments):
-    for tape in _get_current_dispatch_mode_stack():
-        if isinstance(tape, Tape):
-            tape.calls.append((function, arguments, {}, [], []))
-    return function(*arguments)
 
 
 class TapeCapture:

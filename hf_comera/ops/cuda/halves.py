@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_comera.ops.kernel_calls import current_stream, on_device
-from hf_comera.ops.kernels import check_status, kernel_library, kernels_refusal
+from hf_comera.ops.cuda.dispatch import NoKernelError, check_taken, place_refusal
+from hf_comera.ops.cuda.library import check_status, current_stream, kernel_library, on_device
 
 __all__ = ["Half", "half_refusal", "tt_halves", "tt_halves_backward"]
 
@@ -43,6 +43,11 @@ class Half(NamedTuple):
     gates: Sequence[Tensor] = ()
 
     @property
+    def num_tensors(self) -> int:
+        """Cores and gates."""
+        return len(self.cores) + len(self.gates)
+
+    @property
     def true_rank(self) -> int:
         """``R``."""
         return self.cores[-1].shape[2] if self.is_left else self.cores[0].shape[0]
@@ -64,8 +69,8 @@ def half_refusal(half: Half, dtype: torch.dtype) -> str | None:
     expected = [first.dtype] * len(half.cores) + [torch.float32] * len(half.gates)
     if [tensor.dtype for tensor in tensors] != expected:
         return f"they take cores of one dtype and gates in float32, not {[str(tensor.dtype) for tensor in tensors]}"
-    if any(tensor.device != first.device or not tensor.is_contiguous() for tensor in tensors):
-        return "they take contiguous cores and gates on one device; use core.contiguous()"
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return "they take contiguous cores and gates; use core.contiguous()"
     covered = math.prod(core.shape[1] for core in half.cores)
     if not 1 <= len(half.cores) <= MAX_CORES or not 1 <= half.true_rank <= half.rank or half.features > covered:
         return (
@@ -75,9 +80,7 @@ def half_refusal(half: Half, dtype: torch.dtype) -> str | None:
         )
     if half.rank * covered >= LARGEST or any(core.numel() >= LARGEST for core in half.cores):
         return f"they take halves and cores of fewer than {LARGEST} entries, not {half.rank} x {covered}"
-    if first.device.type not in ("cpu", "cuda"):
-        return f"they run on CUDA devices, not on {first.device}"
-    return kernels_refusal(first.device) if first.device.type == "cuda" else None
+    return place_refusal(*tensors)
 
 
 def tt_halves(halves: Sequence[Half], dtype: torch.dtype) -> list[Tensor]:
@@ -88,18 +91,16 @@ def tt_halves(halves: Sequence[Half], dtype: torch.dtype) -> list[Tensor]:
         dtype: Of the results, float32 or bfloat16.
 
     Shape:
-        One ``(rank, features)`` for each half; neighbours in memory in their order.
+        One ``(rank, features)`` for each half.
 
     Raises:
-        ValueError: If the kernel cannot take a half; ``half_refusal`` says so beforehand.
+        NoKernelError: If the kernel cannot take a half; ``half_refusal`` says so beforehand.
     """
     if not halves:
         return []
     _check(halves, dtype)
     device = halves[0].cores[0].device
-    sizes = [half.rank * half.features for half in halves]
-    parts = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
-    results = [part.view(half.rank, half.features) for part, half in zip(parts, halves, strict=True)]
+    results = [torch.empty(half.rank, half.features, dtype=dtype, device=device) for half in halves]
     splits = kernel_library(device).hf_comera_tt_halves_splits()
     _launch("hf_comera_tt_halves", halves, results, [splits * half.num_level_entries for half in halves], [])
     return results
@@ -117,15 +118,13 @@ def tt_halves_backward(halves: Sequence[Half], grads: Sequence[Tensor]) -> list[
         gates, in float32.
 
     Raises:
-        ValueError: As :func:`tt_halves`.
+        NoKernelError: As :func:`tt_halves`.
     """
     if not halves:
         return []
     _check(halves, grads[0].dtype)
-    cores = [core for half in halves for core in half.cores]
-    of_cores, of_gates = iter(_alike(cores)), iter(_alike([gate for half in halves for gate in half.gates]))
-    found = [[next(of_cores) for _ in half.cores] + [next(of_gates) for _ in half.gates] for half in halves]
-    splits = kernel_library(cores[0].device).hf_comera_tt_halves_splits()
+    found = [[torch.empty_like(tensor) for tensor in (*half.cores, *half.gates)] for half in halves]
+    splits = kernel_library(grads[0].device).hf_comera_tt_halves_splits()
     sizes = [(splits + 1) * half.num_level_entries + sum(core.numel() for core in half.cores) for half in halves]
     _launch("hf_comera_tt_halves_backward", halves, [grad.contiguous() for grad in grads], sizes, found)
     return found
@@ -168,23 +167,13 @@ def _core_words(half: Half, grads: Sequence[Tensor]) -> Iterator[int]:
         yield grads[num_cores + place].data_ptr() if grads and has_gate else 0
 
 
-def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Room for as many numbers as ``tensors`` have, in one piece of memory."""
-    if not tensors:
-        return []
-    sizes = [tensor.numel() for tensor in tensors]
-    parts = tensors[0].new_empty(sum(sizes)).split(sizes)
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
 def _check(halves: Sequence[Half], dtype: torch.dtype) -> None:
     first = halves[0].cores[0]
     for half in halves:
         core = half.cores[0]
         if core.dtype != first.dtype or core.device != first.device:
-            raise ValueError(
+            raise NoKernelError(
                 f"tt_halves takes cores of one dtype on one device; found {core.dtype} on {core.device} beside "
                 f"{first.dtype} on {first.device}. Call it once for each."
             )
-        if reason := half_refusal(half, dtype):
-            raise ValueError(f"tt_halves has no kernel for this: {reason}.")
+        check_taken("tt_halves", half_refusal(half, dtype))

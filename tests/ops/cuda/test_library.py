@@ -1,4 +1,4 @@
-"""hf_comera/ops/kernels.py: names why there are no kernels, and what compiled ones take."""
+"""hf_comera/ops/cuda/library.py: names why there are no module, and what compiled ones take."""
 
 import contextlib
 import ctypes
@@ -6,9 +6,10 @@ import ctypes
 import pytest
 import torch
 
-from hf_comera.ops import kernel_switch, kernels
-from hf_comera.ops.kernel_build import KernelBuild, KernelBuildError, find_nvcc
-from hf_comera.ops.kernels import (
+from hf_comera.ops.cuda import library as module
+from hf_comera.ops.cuda import switch
+from hf_comera.ops.cuda.build import KernelBuild, KernelBuildError, find_nvcc
+from hf_comera.ops.cuda.library import (
     KernelResources,
     build_kernels,
     check_status,
@@ -41,8 +42,8 @@ ptxas info    : Used 89 registers, used 1 barriers, 4360 bytes cmem[0]
 
 
 def forget():
-    kernels._library_of.cache_clear()
-    kernels._refusal_of.cache_clear()
+    module._library_of.cache_clear()
+    module._refusal_of.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def pretend_gpu(monkeypatch, *capabilities):
 
 
 def test_reads_the_log_of_nvcc():
-    assert kernels.read_resources(LOG) == [
+    assert module.read_resources(LOG) == [
         KernelResources("linear<bf16, 32, aligned>", "sm_90a", 128, 20, 40960),
         KernelResources("sum", "sm_80", 32, 0, 0),
         KernelResources("wide_code<bf16, 64, gated>", "sm_80", 219, 0, 36864),
@@ -91,8 +92,8 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
         raise KernelBuildError(f"no nvcc for {architecture}")
 
     pretend_gpu(monkeypatch, (7, 5), (9, 0))
-    monkeypatch.setattr(kernels, "is_built", lambda architecture: True)
-    monkeypatch.setattr(kernels, "build_library", fail)
+    monkeypatch.setattr(module, "is_built", lambda architecture: True)
+    monkeypatch.setattr(module, "build_library", fail)
     unnumbered = torch.device("cuda")
     assert "7.5" in kernels_refusal(unnumbered)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -108,8 +109,8 @@ def test_passes_on_why_a_build_fails(monkeypatch, caplog):
         raise KernelBuildError(f"no nvcc for {architecture}")
 
     pretend_gpu(monkeypatch, (9, 0), (8, 6))
-    monkeypatch.setattr(kernels, "is_built", lambda architecture: False)
-    monkeypatch.setattr(kernels, "build_library", fail)
+    monkeypatch.setattr(module, "is_built", lambda architecture: False)
+    monkeypatch.setattr(module, "build_library", fail)
     with caplog.at_level("WARNING"):
         assert kernels_refusal(GPU) == "no nvcc for sm_90a"
     assert "Compiling the CUDA kernels for sm_90a" in caplog.text  # a silent minute looks like a hang
@@ -125,8 +126,8 @@ def test_builds_for_every_gpu_that_is_new_enough(monkeypatch, tmp_path):
         return KernelBuild(tmp_path / "library", tmp_path / "log")
 
     pretend_gpu(monkeypatch, (9, 0), (7, 5), (8, 0), (9, 0))
-    monkeypatch.setattr(kernels, "build_library", build_library)
-    assert len(build_kernels()) == 2 * len(kernels.read_resources(LOG))
+    monkeypatch.setattr(module, "build_library", build_library)
+    assert len(build_kernels()) == 2 * len(module.read_resources(LOG))
     assert asked == ["sm_80", "sm_90a"]
 
 
@@ -172,12 +173,12 @@ def test_plain_torch_runs_where_kernels_do_not_start(monkeypatch, tmp_path, capl
     """With a driver that is too old everything before the first launch works."""
     library = PretendedLibrary(12040, 13000, 35)
     pretend_gpu(monkeypatch, (9, 0))
-    monkeypatch.setattr(kernel_switch, "_wanted", True)
-    monkeypatch.setattr(kernels, "is_built", lambda architecture: True)
-    monkeypatch.setattr(kernels, "build_library", lambda architecture: KernelBuild(tmp_path, tmp_path))
-    monkeypatch.setattr(kernels, "_load", lambda path: library)
-    monkeypatch.setattr(kernels, "on_device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(kernels, "current_stream", lambda device: 7)
+    monkeypatch.setattr(switch, "_wanted", True)
+    monkeypatch.setattr(module, "is_built", lambda architecture: True)
+    monkeypatch.setattr(module, "build_library", lambda architecture: KernelBuild(tmp_path, tmp_path))
+    monkeypatch.setattr(module, "_load", lambda path: library)
+    monkeypatch.setattr(module, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(module, "current_stream", lambda device: 7)
     for _ in range(3):
         assert "driver runs CUDA 12.4" in kernels_refusal(GPU)
     assert library.streams == [7]
@@ -216,4 +217,4 @@ def test_kernels_of_aligned_sizes_do_not_spill(architecture, monkeypatch, tmp_pa
     assert not spilling
     (library,) = tmp_path.rglob("*.so")
     loaded = ctypes.CDLL(str(library))
-    assert all(hasattr(loaded, name) for name in kernels.SIGNATURES)
+    assert all(hasattr(loaded, name) for name in module.SIGNATURES)

@@ -3,25 +3,28 @@
 The first use on a machine compiles them, which takes about a minute; ``build_kernels`` does it beforehand.
 """
 
+import contextlib
 import ctypes
 import functools
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from hf_comera.ops.kernel_build import KernelBuildError, build_emulated_library, build_library, is_built
-from hf_comera.ops.kernel_cache import load_library
-from hf_comera.ops.kernel_calls import current_stream, on_device
-from hf_comera.ops.kernel_switch import kernels_are_wanted
+from hf_comera.ops.cuda.build import KernelBuildError, build_emulated_library, build_library, is_built
+from hf_comera.ops.cuda.cache import load_library
+from hf_comera.ops.cuda.switch import kernels_are_wanted
 
 __all__ = [
     "KernelResources",
     "build_kernels",
     "check_status",
+    "current_stream",
     "device_refusal",
     "emulated_kernels",
     "kernel_library",
@@ -29,6 +32,8 @@ __all__ = [
     "launch_refusal",
     "load_kernels",
     "local_architectures",
+    "on_device",
+    "pointers",
 ]
 
 LOGGER = logging.getLogger(__name__)
@@ -215,6 +220,21 @@ def check_status(library: ctypes.CDLL, status: int, function: str) -> None:
         raise RuntimeError(f"{function} failed: CUDA says {library.hf_comera_error_message(status).decode()!r}.")
     if status < 0:
         raise RuntimeError(f"{function} failed: {STATUS.get(status, f'status {status}')}.")
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which launches go to a GPU; nothing on the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def current_stream(device: torch.device) -> int | None:
+    """The stream that torch uses now, so that launches keep their order and can be captured in a CUDA graph."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
+def pointers(*tensors: Tensor | None) -> list[int | None]:
+    """Addresses for C; a missing tensor is null."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def read_resources(log: str) -> list[KernelResources]:

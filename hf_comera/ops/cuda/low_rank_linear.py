@@ -10,9 +10,9 @@ CPU tensors go to the emulated kernels, which are for tests.
 import torch
 from torch import Tensor
 
+from hf_comera.ops.cuda.dispatch import check_taken, place_refusal
+from hf_comera.ops.cuda.library import check_status, current_stream, kernel_library, on_device, pointers
 from hf_comera.ops.float32_products import uses_tf32
-from hf_comera.ops.kernel_calls import current_stream, on_device, pointers
-from hf_comera.ops.kernels import check_status, kernel_library, kernels_refusal
 
 __all__ = ["kernel_precision", "low_rank_linear", "low_rank_linear_backward", "low_rank_linear_refusal"]
 
@@ -30,15 +30,11 @@ def low_rank_linear_refusal(x: Tensor, left: Tensor, right: Tensor) -> str | Non
         return f"the kernels take torch.bfloat16 and torch.float32, not {x.dtype}"
     if not x.dtype == left.dtype == right.dtype:
         return f"x, left and right have different dtypes: {x.dtype}, {left.dtype}, {right.dtype}"
-    if not x.device == left.device == right.device:
-        return f"x, left and right are on different devices: {x.device}, {left.device}, {right.device}"
     if rank % 8 or not 8 <= rank <= MAX_RANK:
         return f"the kernels take ranks 8, 16, ..., {MAX_RANK}, not {rank}"
     if x.shape[-1] != left.shape[1] or right.shape[0] != rank:
         return f"shapes do not fit: x {tuple(x.shape)}, left {tuple(left.shape)}, right {tuple(right.shape)}"
-    if x.device.type not in ("cpu", "cuda"):
-        return f"the kernels run on CUDA devices, not on {x.device}"
-    return kernels_refusal(x.device) if x.device.type == "cuda" else None
+    return place_refusal(x, left, right)
 
 
 def low_rank_linear(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -49,7 +45,7 @@ def low_rank_linear(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None 
         in the dtype of ``x``.
 
     Raises:
-        ValueError: If the kernels cannot take the tensors; ``low_rank_linear_refusal`` says so beforehand.
+        NoKernelError: If the kernels cannot take the tensors; ``low_rank_linear_refusal`` says so beforehand.
     """
     _check(x, left, right)
     x, left, right = x.contiguous(), left.contiguous(), right.contiguous()
@@ -83,7 +79,7 @@ def low_rank_linear_backward(
         dleft ``(R, I)``, dright ``(R, O)`` and dbias ``(O,)`` in float32.
 
     Raises:
-        ValueError: If the kernels cannot take the tensors.
+        NoKernelError: If the kernels cannot take the tensors.
     """
     _check(x, left, right)
     grad_y, x, code = grad_y.to(x.dtype).contiguous(), x.contiguous(), code.contiguous()
@@ -107,8 +103,7 @@ def low_rank_linear_backward(
 
 
 def _check(x: Tensor, left: Tensor, right: Tensor) -> None:
-    if reason := low_rank_linear_refusal(x, left, right):
-        raise ValueError(f"low_rank_linear has no kernel for this: {reason}.")
+    check_taken("low_rank_linear", low_rank_linear_refusal(x, left, right))
 
 
 def kernel_precision(x: Tensor) -> int:

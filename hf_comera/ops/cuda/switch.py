@@ -5,14 +5,11 @@ import os
 
 import torch
 
-__all__ = ["kernels_are_wanted", "kernels_serve", "use_kernels"]
+__all__ = ["kernels_are_wanted", "use_kernels"]
 
 LOGGER = logging.getLogger(__name__)
 _SWITCH = "HF_COMERA_KERNELS"
 _wanted = os.environ.get(_SWITCH, "0") not in ("", "0")
-
-KERNEL_DEVICES = ("cuda",)
-"""Kinds of devices whose tensors layers and optimizers give to kernels; the emulation on a CPU is for tests."""
 
 
 def use_kernels(wanted: bool = True) -> None:
@@ -30,8 +27,3 @@ def use_kernels(wanted: bool = True) -> None:
 def kernels_are_wanted() -> bool:
     """Whether the kernels were switched on."""
     return _wanted
-
-
-def kernels_serve(device: torch.device) -> bool:
-    """Whether they were, and tensors on ``device`` are theirs to take."""
-    return _wanted and device.type in KERNEL_DEVICES

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from filelock import FileLock
 
-from hf_comera.ops.kernel_cache import KernelBuildError, cache_folder, check_library, make_own_folder
+from hf_comera.ops.cuda.cache import KernelBuildError, cache_folder, check_library, make_own_folder
 
 __all__ = [
     "KernelBuild",
@@ -59,7 +59,7 @@ def sources_folder() -> Path:
     Raises:
         KernelBuildError: If neither is there.
     """
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     for folder in (package / "kernels", package.parent / "kernels"):
         if (folder / "portable.h").is_file():
             return folder

@@ -1,4 +1,4 @@
-"""hf_comera/ops/kernel_cache.py: a library that others own or could have written is never loaded."""
+"""hf_comera/ops/cuda/cache.py: a library that others own or could have written is never loaded."""
 
 import os
 import shutil
@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from hf_comera.ops import kernel_build, kernel_cache
-from hf_comera.ops.kernel_build import build_emulated_library
-from hf_comera.ops.kernel_cache import (
+from hf_comera.ops.cuda import build, cache
+from hf_comera.ops.cuda.build import build_emulated_library
+from hf_comera.ops.cuda.cache import (
     KernelBuildError,
     cache_folder,
     check_library,
@@ -47,7 +47,7 @@ def give_to_a_stranger(path, monkeypatch):
     if os.geteuid() == 0:
         os.chown(path, STRANGER, -1)
     else:
-        monkeypatch.setattr(kernel_cache.os, "geteuid", lambda: STRANGER)
+        monkeypatch.setattr(cache.os, "geteuid", lambda: STRANGER)
 
 
 def test_what_only_the_user_can_write_is_loaded(planted):
@@ -97,13 +97,13 @@ def test_a_link_is_not_followed(level, planted, tmp_path):
 def test_what_was_checked_is_what_is_loaded(planted, tmp_path, monkeypatch):
     library, _ = planted
     other = compiled(tmp_path / "kernels" / "4567" / "library.so", 43)
-    load = kernel_cache.ctypes.CDLL
+    load = cache.ctypes.CDLL
 
     def exchange_and_load(name):
         other.rename(library)
         return load(name)
 
-    monkeypatch.setattr(kernel_cache.ctypes, "CDLL", exchange_and_load)
+    monkeypatch.setattr(cache.ctypes, "CDLL", exchange_and_load)
     assert load_library(library).answer() == 42
 
 
@@ -116,8 +116,8 @@ def test_each_library_is_loaded_as_itself(tmp_path):
 def small_cache(tmp_path, monkeypatch):
     """A cache that is not there yet, for the smallest of the sources."""
     for name in ("library.cu", "portable.h", "emulation.h"):
-        (tmp_path / name).symlink_to(kernel_build.sources_folder() / name)
-    monkeypatch.setattr(kernel_build, "sources_folder", lambda: tmp_path)
+        (tmp_path / name).symlink_to(build.sources_folder() / name)
+    monkeypatch.setattr(build, "sources_folder", lambda: tmp_path)
     monkeypatch.setenv("HF_COMERA_CACHE", str(tmp_path / "shared" / "cache"))
     return tmp_path / "shared" / "cache"
 
@@ -138,7 +138,7 @@ def test_a_build_is_its_owners_alone_whatever_the_umask(umask, small_cache):
 def test_no_build_starts_from_what_others_may_write(small_cache, monkeypatch):
     (small_cache / "kernels").mkdir(parents=True)
     (small_cache / "kernels").chmod(0o775)
-    monkeypatch.setattr(kernel_build, "_compile_into", lambda *_: pytest.fail("it was compiled"))
+    monkeypatch.setattr(build, "_compile_into", lambda *_: pytest.fail("it was compiled"))
     with pytest.raises(KernelBuildError, match=r"kernels .*has mode 0775"):
         build_emulated_library()
 

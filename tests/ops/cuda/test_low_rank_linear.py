@@ -1,10 +1,10 @@
-"""hf_comera/ops/low_rank_kernels.py: says what the kernels cannot take, and follows torch's choice of precision."""
+"""hf_comera/ops/cuda/low_rank_linear.py: says what kernels cannot take, and follows torch's precision."""
 
 import pytest
 import torch
 
-from hf_comera.ops import low_rank_kernels
-from hf_comera.ops.low_rank_kernels import low_rank_linear, low_rank_linear_backward, low_rank_linear_refusal
+from hf_comera.ops.cuda import low_rank_linear as module
+from hf_comera.ops.cuda.low_rank_linear import low_rank_linear, low_rank_linear_backward, low_rank_linear_refusal
 
 
 def operands(rank=16, dtype=torch.float32):
@@ -52,7 +52,7 @@ def test_takes_the_rest():
 def test_float32_products_follow_torch(setting, number):
     torch.set_float32_matmul_precision(setting)
     try:
-        assert low_rank_kernels.kernel_precision(torch.zeros(1)) == number
-        assert low_rank_kernels.kernel_precision(torch.zeros(1, dtype=torch.bfloat16)) == 0
+        assert module.kernel_precision(torch.zeros(1)) == number
+        assert module.kernel_precision(torch.zeros(1, dtype=torch.bfloat16)) == 0
     finally:
         torch.set_float32_matmul_precision("highest")

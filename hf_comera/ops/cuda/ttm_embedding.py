@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_comera.ops.kernel_calls import current_stream, on_device, pointers
-from hf_comera.ops.kernels import check_status, kernel_library, kernels_refusal
+from hf_comera.ops.cuda.dispatch import check_taken, place_refusal
+from hf_comera.ops.cuda.library import check_status, current_stream, kernel_library, on_device, pointers
 
 __all__ = ["lookup_refusal", "ttm_rows", "ttm_table_gradients"]
 
@@ -34,16 +34,11 @@ def lookup_refusal(ids: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype)
             "they take float32 tables and rows in float32 or bfloat16, not tables in "
             f"{left.dtype} and {right.dtype} and rows in {dtype}"
         )
-    if not ids.device == left.device == right.device:
-        return f"ids and tables are on different devices: {ids.device}, {left.device}, {right.device}"
     if left.shape[2] != right.shape[1]:
         return f"the ranks of the tables differ: left {tuple(left.shape)}, right {tuple(right.shape)}"
-    if left.device.type not in ("cpu", "cuda"):
-        return f"they run on CUDA devices, not on {left.device}"
-    if left.device.type == "cuda" and (reason := kernels_refusal(left.device)):
-        return reason
-    size = _padded_hidden(left) * right.shape[2]
-    return f"they take embedding rows of up to {MAX_ROW} numbers with padding, not {size}" if size > MAX_ROW else None
+    if (size := _padded_hidden(left) * right.shape[2]) > MAX_ROW:
+        return f"they take embedding rows of up to {MAX_ROW} numbers with padding, not {size}"
+    return place_refusal(ids, left, right)
 
 
 def ttm_rows(
@@ -58,7 +53,7 @@ def ttm_rows(
         float32 or bfloat16.
 
     Raises:
-        ValueError: If the kernel cannot take the tables; ``lookup_refusal`` says so beforehand.
+        NoKernelError: If the kernel cannot take the tables; ``lookup_refusal`` says so beforehand.
     """
     _check(ids, left, right, dtype)
     hidden, right_rows, columns = left.shape[1], right.shape[0], right.shape[2]
@@ -85,7 +80,7 @@ def ttm_table_gradients(
         grad ``(..., E)``, float32 or bfloat16, ids ``(...)``: like ``left`` and ``right``, in float32.
 
     Raises:
-        ValueError: If the kernel cannot take the tables; ``lookup_refusal`` says so beforehand.
+        NoKernelError: If the kernel cannot take the tables; ``lookup_refusal`` says so beforehand.
     """
     _check(ids, left, right, grad.dtype)
     (left_rows, hidden, rank), (right_rows, _, columns) = left.shape, right.shape
@@ -175,5 +170,4 @@ def _padded_hidden(left: Tensor) -> int:
 
 
 def _check(ids: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> None:
-    if reason := lookup_refusal(ids, left, right, dtype):
-        raise ValueError(f"the lookup has no kernel for this: {reason}.")
+    check_taken("the lookup", lookup_refusal(ids, left, right, dtype))

@@ -1,4 +1,4 @@
-"""hf_comera/ops/kernel_build.py: builds once, into the cache, and says what is missing or what the compiler said."""
+"""hf_comera/ops/cuda/build.py: builds once, into the cache, and says what is missing or what the compiler said."""
 
 import multiprocessing
 import os
@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from hf_comera.ops import kernel_build
-from hf_comera.ops.kernel_build import (
+from hf_comera.ops.cuda import build as module
+from hf_comera.ops.cuda.build import (
     KernelBuildError,
     build_emulated_library,
     build_library,
@@ -35,7 +35,7 @@ def small_sources(tmp_path, monkeypatch):
         shutil.copy(sources_folder() / name, folder)
     (folder / "answer.cu").write_text(SMALL_SOURCE)
     monkeypatch.setenv("HF_COMERA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kernel_build, "sources_folder", lambda: folder)
+    monkeypatch.setattr(module, "sources_folder", lambda: folder)
     return folder
 
 
@@ -44,7 +44,7 @@ def no_compilers(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
-    monkeypatch.setattr(kernel_build, "DEFAULT_CUDA_HOME", tmp_path)
+    monkeypatch.setattr(module, "DEFAULT_CUDA_HOME", tmp_path)
 
 
 def pretend_compiler(folder, name, script):
@@ -135,7 +135,7 @@ def test_refuses_other_architectures(name):
 
 
 def test_says_that_the_sources_are_missing(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernel_build, "__file__", str(tmp_path / "hf_comera" / "ops" / "kernel_build.py"))
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "hf_comera" / "ops" / "cuda" / "build.py"))
     with pytest.raises(KernelBuildError, match=r"portable\.h"):
         sources_folder()
 
@@ -144,5 +144,5 @@ def test_importing_the_package_starts_no_compiler(tmp_path):
     for name in ("nvcc", "g++"):
         pretend_compiler(tmp_path, name, f"touch {tmp_path / 'started'}")
     environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run([sys.executable, "-c", "import hf_comera, hf_comera.ops.kernels"], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", "import hf_comera, hf_comera.ops.cuda.library"], env=environment, check=True)
     assert not (tmp_path / "started").exists()

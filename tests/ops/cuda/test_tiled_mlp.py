@@ -1,0 +1,70 @@
+"""hf_comera/ops/cuda/tiled_mlp.py: says what the kernels cannot take."""
+
+import pytest
+import torch
+
+from hf_comera.ops.cuda.tiled_mlp import (
+    wide_code,
+    wide_code_backward,
+    wide_code_refusal,
+    wide_operand_refusal,
+)
+
+MASK = torch.ones(4, 40, dtype=torch.bool)
+
+
+def operands(num_inputs=1, rank=16, rank_out=8, dtype=torch.float32, mask=None, scale=None):
+    """Codes, right halves, masks, the left half behind, and the scale of dropout."""
+    make = lambda *shape: torch.randn(shape).to(dtype)  # noqa: E731
+    codes, rights = [make(4, rank) for _ in range(num_inputs)], [make(rank, 40) for _ in range(num_inputs)]
+    return codes, rights, [] if mask is None else [mask], make(rank_out, 40), scale
+
+
+def changed(place, change):
+    """Operands where the first code (0) or right half (1) was changed."""
+    found = operands()
+    found[place][0] = change(found[place][0])
+    return found
+
+
+REFUSED = {
+    "three inputs": ("3 inputs", lambda: operands(3)),
+    "no mask": ("one boolean mask", lambda: operands(scale=1.25)),
+    "a mask too many": ("one boolean mask", lambda: operands(mask=MASK)),
+    "a mask of floats": ("one boolean mask", lambda: operands(mask=torch.ones(4, 40), scale=1.25)),
+    "a mask of another shape": ("the mask has", lambda: operands(mask=MASK[:, :1], scale=1.25)),
+    "float16": ("not torch.float16", lambda: operands(dtype=torch.float16)),
+    "float64": ("not torch.float64", lambda: operands(dtype=torch.float64)),
+    "mixed dtypes": ("dtypes differ", lambda: changed(0, torch.Tensor.bfloat16)),
+    "a rank of 12": ("not 12", lambda: operands(rank=12)),
+    "a rank of 72": ("not 72", lambda: operands(rank=72)),
+    "a rank of 72 behind": ("not 72", lambda: operands(rank_out=72)),
+    "a rank of 0": ("not 0", lambda: operands(rank=0)),
+    "features": ("shapes do not fit", lambda: changed(1, lambda right: right[:, 1:])),
+    "ranks that differ": ("shapes do not fit", lambda: changed(0, lambda code: code[:, 8:])),
+    "devices": ("different devices", lambda: changed(1, lambda right: right.to("meta"))),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_says_what_it_cannot_take(case):
+    words, make = REFUSED[case]
+    codes, rights, masks, left, scale = make()
+    assert words in wide_code_refusal(codes, rights, masks, left, scale)
+    call = (codes, rights, [None for _ in codes], masks, left)
+    with pytest.raises(ValueError, match=words):
+        wide_code(*call, activation="gelu", scale=scale)
+    with pytest.raises(ValueError, match=words):
+        wide_code_backward(torch.ones(4, left.shape[0]), *call, activation="gelu", scale=scale)
+
+
+def test_takes_the_rest():
+    assert wide_code_refusal(*operands()) is None
+    assert wide_code_refusal(*operands(2, 64, 64, torch.bfloat16)) is None
+    assert wide_code_refusal(*operands(mask=MASK, scale=1.25)) is None
+
+
+def test_one_half_is_enough_to_ask_beforehand():
+    assert wide_operand_refusal(torch.ones(64, 5)) is None
+    assert "not 65" in wide_operand_refusal(torch.ones(65, 5))
+    assert "not on meta" in wide_operand_refusal(torch.ones(64, 5, device="meta"))
