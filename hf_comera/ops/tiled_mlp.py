@@ -211,11 +211,13 @@ def _backward_by_kernel(grad: Tensor, *arguments: Any) -> list[Tensor]:
     wide, *dlatents = kernels.wide_code_backward(grad, **operands)
     rights, left, biases = operands["rights"], operands["left"], operands["biases"]
     dtype, ranks = left.dtype, [right.shape[0] for right in rights]
-    *drights, dleft, dbiases = wide.to(dtype).split([*ranks, left.shape[0], len(rights)])
+    rows = wide.split([*ranks, left.shape[0], len(rights)])
+    # copies: what an operator returns may not share memory
+    *drights, dleft, dbiases = (part.to(dtype, copy=True).contiguous() for part in rows)
     found: list[Tensor] = []
     for index, (dlatent, dright, bias) in enumerate(zip(dlatents, drights, biases, strict=True)):
-        found += [dlatent, dright.contiguous(), left.new_empty(0) if bias is None else dbiases[index].clone()]
-    return [*found, *(left.new_empty(0) for _ in range(6 - len(found))), dleft.contiguous()]
+        found += [dlatent, dright, left.new_empty(0) if bias is None else dbiases[index].clone()]
+    return [*found, *(left.new_empty(0) for _ in range(6 - len(found))), dleft]
 
 
 def _operands(

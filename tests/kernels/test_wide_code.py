@@ -1,13 +1,14 @@
 """kernels/wide_code*.cu: as exact as the same steps in plain torch, whose hidden layer is written out."""
 
 import itertools
+from typing import NamedTuple
 
 import pytest
 import torch
-from hf_comera.ops.wide_input import WIDE_ACTIVATIONS, WideForm, WideInput
 from torch.nn.functional import gelu, relu, silu
 
-from hf_comera.ops.cuda.tiled_mlp import wide_code, wide_code_backward
+from hf_comera.ops.cuda.tiled_mlp import ACTIVATIONS, wide_code, wide_code_backward
+from hf_comera.ops.tiled_mlp import HiddenInput
 from tests.kernels.kernel_errors import DTYPES, assert_as_exact, between_nans, precision, product
 
 TORCH_ACTIVATIONS = {
@@ -30,36 +31,43 @@ SHAPES = [
 EMPTY = (0, 48, (32, 16), 32, "gelu", 0.1, True)
 
 
+class Form(NamedTuple):
+    """The nonlinearity, and the scale of what dropout keeps."""
+
+    activation: str
+    scale: float | None
+
+
 def operands(shape, dtype, device):
     num_tokens, hidden, ranks, rank_out, activation, dropout, has_bias = shape
     make = lambda *sizes: torch.randn(sizes).to(device, dtype)  # noqa: E731
     inputs = [
-        WideInput(make(num_tokens, rank), make(rank, hidden) / rank**0.5, make(hidden) if has_bias else None)
+        HiddenInput(make(num_tokens, rank), make(rank, hidden) / rank**0.5, make(hidden) if has_bias else None)
         for rank in ranks
     ]
     masks = [(torch.rand(num_tokens, hidden) >= dropout).to(device)] if dropout else []
-    form = WideForm(activation, tuple(range(len(ranks))), 1 / (1 - dropout) if dropout else None)
+    form = Form(activation, 1 / (1 - dropout) if dropout else None)
     return inputs, form, masks, make(rank_out, hidden) / hidden**0.5
 
 
 def changed(change, inputs, left):
     """Inputs and left half with a function applied to all their tensors."""
-    return [WideInput(*(None if each is None else change(each) for each in part)) for part in inputs], change(left)
+    return [HiddenInput(*(None if each is None else change(each) for each in part)) for part in inputs], change(left)
 
 
 def steps(matmul, inputs, form, masks, left, grad):
     """The code behind, and the gradients of left, then of code, right and bias of each input, product by product."""
-    wides = [matmul(part.code, part.right) + (0 if part.bias is None else part.bias) for part in inputs]
+    wides = [matmul(part.latent, part.right) + (0 if part.bias is None else part.bias) for part in inputs]
     leaves = [wide.detach().requires_grad_() for wide in wides]
-    hidden = TORCH_ACTIVATIONS[form.activation](leaves[form.order[0]])
-    for gate in form.order[1:]:
-        hidden = hidden * leaves[gate]
+    hidden = TORCH_ACTIVATIONS[form.activation](leaves[0])
+    for gate in leaves[1:]:
+        hidden = hidden * gate
     for mask in masks:
         hidden = hidden * mask * form.scale
     dwides = torch.autograd.grad(hidden, leaves, matmul(grad, left))
     hidden, found = hidden.detach(), [matmul(grad.T, hidden.detach())]
     for part, dwide in zip(inputs, dwides, strict=True):
-        found += [matmul(dwide, part.right.T), matmul(part.code.T, dwide)]
+        found += [matmul(dwide, part.right.T), matmul(part.latent.T, dwide)]
         found += [] if part.bias is None else [dwide.sum(0)]
     return [matmul(hidden, left.T), *found]
 
@@ -67,13 +75,13 @@ def steps(matmul, inputs, form, masks, left, grad):
 def kernel(inputs, form, masks, left, grad):
     """As :func:`steps`; of what the kernel makes for a bias that is none, nothing."""
     columns = [list(column) for column in zip(*inputs, strict=True)]
-    wide, *dcodes = wide_code_backward(grad, *columns, masks, left, **form.settings())
+    wide, *dcodes = wide_code_backward(grad, *columns, masks, left, **form._asdict())
     ranks, count = [part.right.shape[0] for part in inputs], len(inputs)
     rows = wide.split([*ranks, left.shape[0], *[1] * count])
     found = [rows[count]]
     for place, part in enumerate(inputs):
         found += [dcodes[place], rows[place], *([] if part.bias is None else [rows[count + 1 + place][0]])]
-    return [wide_code(*columns, masks, left, **form.settings()), *found]
+    return [wide_code(*columns, masks, left, **form._asdict()), *found]
 
 
 def one_draw(name, shape, device):
@@ -102,7 +110,7 @@ def test_as_exact_as_torch(shape, name, kernels):
         assert_as_exact(name, mine, torchs, wanted)
 
 
-@pytest.mark.parametrize("form", list(itertools.product(WIDE_ACTIVATIONS, (1, 2), (0.0, 0.4))), ids=str)
+@pytest.mark.parametrize("form", list(itertools.product(ACTIVATIONS, (1, 2), (0.0, 0.4))), ids=str)
 def test_every_form(form, kernels):
     activation, num_inputs, dropout = form
     found, plain, exact = one_draw("fp32", (32, 96, (32, 24)[:num_inputs], 16, activation, dropout, True), kernels)
@@ -147,4 +155,4 @@ def test_nothing_but_the_results_is_written(kernels, monkeypatch):
 
 
 def test_every_activation_is_tested():
-    assert set(TORCH_ACTIVATIONS) == set(WIDE_ACTIVATIONS)
+    assert set(TORCH_ACTIVATIONS) == set(ACTIVATIONS)

@@ -1,13 +1,9 @@
-"""hf_comera/ops/wide_code.py and the layers above it: with kernels they compute what they compute without."""
+"""hf_comera/ops/tiled_mlp.py and the layers above it: with kernels they compute what they compute without."""
 
 import copy
 
 import pytest
 import torch
-from hf_comera.ops.wide_code import wide_code
-from hf_comera.ops.wide_input import WideForm, WideInput
-from tests.ops.test_wide_code import FORMS
-from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -19,8 +15,9 @@ from transformers import (
 )
 
 from hf_comera import ComeraConfig, get_comera_model
-from hf_comera.modules import wide_hidden
 from hf_comera.ops import use_kernels
+from hf_comera.ops.kept_bits import draw_kept
+from hf_comera.ops.tiled_mlp import HiddenInput, tiled_mlp
 
 SIZES = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 144, "num_attention_heads": 4}
 GPT2 = {"vocab_size": 99, "n_embd": 64, "n_head": 4, "n_layer": 1, "resid_pdrop": 0.0}
@@ -34,11 +31,6 @@ MODELS = {
     "t5-with-dropout": (AutoModelForSeq2SeqLM, T5Config(**T5), 2, True),
     "quick-gelu": (AutoModelForMaskedLM, BertConfig(**SIZES, num_hidden_layers=1, hidden_act="quick_gelu"), 1, False),
 }
-
-
-@pytest.fixture(autouse=True)
-def _every_hidden_layer_is_wide_enough(monkeypatch):
-    monkeypatch.setattr(wide_hidden, "WORTH_CHUNKS", 1)
 
 
 def wide_launches(calls):
@@ -55,7 +47,6 @@ def loss_and_gradients(model, inputs):
 def test_models(name, calls, served):
     auto_class, config, num_blocks, is_known = MODELS[name]
     model = get_comera_model(auto_class, ComeraConfig(rank=8), config=copy.deepcopy(config)).to(served)
-    # on a GPU a hidden layer that is written out draws its masks in another way
     model.train(name == "t5-with-dropout" and served.type == "cpu")
     ids = torch.randint(3, 99, (2, 7), device=served)
     inputs = {"input_ids": ids, "labels": ids}
@@ -70,59 +61,56 @@ def test_models(name, calls, served):
         torch.testing.assert_close(mine, torchs, rtol=1e-3, atol=1e-5)
 
 
-def problem(device, dtype=torch.float32):
+FORMS = {
+    "plain": {"activation": "relu"},
+    "gated": {"activation": "silu", "gated": True},
+    "dropped": {"activation": "gelu", "dropout": 0.2},
+    "gated and dropped": {"activation": "gelu_tanh", "gated": True, "dropout": 0.4},
+}
+
+
+def problem(form, device, dtype=torch.float32):
+    """A function of its leaves, and these."""
+
     def random(*shape):
         return (torch.randn(shape) / shape[0] ** 0.5).to(device, dtype).requires_grad_()
 
-    inputs = [WideInput(random(9, rank), random(rank, 24), bias) for rank, bias in ((8, random(24)), (16, None))]
-    return inputs, lambda wides, _: wides[1] * functional.silu(wides[0]), random(8, 24)
-
-
-def leaves(inputs, left):
-    return [left, *(tensor for part in inputs for tensor in part if tensor is not None)]
+    inner, left = HiddenInput(random(9, 8), random(8, 24), random(24)), random(8, 24)
+    gate = HiddenInput(random(9, 16), random(16, 24)) if form.get("gated") else None
+    bits = draw_kept((9, 24), form["dropout"]).to(device) if "dropout" in form else None
+    options = {"activation": form["activation"], "gate": gate, "bits": bits, "share": 1 - form.get("dropout", 0)}
+    leaves = [left, *(tensor for part in (inner, gate or ()) for tensor in part if tensor is not None)]
+    return lambda: tiled_mlp(inner, left, **options), leaves
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_come_back_in_their_dtypes(dtype, calls, served):
-    inputs, pointwise, left = problem(served, dtype)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_values_and_gradients(form, dtype, calls, served):
+    compute, leaves = problem(form, served, dtype)
     results = []
     for wanted in (False, True):
         use_kernels(wanted)
-        code = wide_code(inputs, WideForm("silu", (0, 1)) if wanted else pointwise, [], left)
-        results.append([code, *torch.autograd.grad(code.float().square().sum(), leaves(inputs, left))])
+        latent = compute()
+        results.append([latent, *torch.autograd.grad(latent.float().square().sum(), leaves)])
     assert wide_launches(calls) == ["wide_code", "wide_code_backward"]
     tolerance = {"rtol": 5e-2, "atol": 1e-1} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(results[1], results[0], **tolerance)
 
 
 def test_second_derivatives_are_those_of_torch(calls, served):
-    inputs, pointwise, left = problem(served)
+    compute, leaves = problem(FORMS["gated"], served)
     results = []
     for wanted in (False, True):
         use_kernels(wanted)
-        code = wide_code(inputs, WideForm("silu", (0, 1)) if wanted else pointwise, [], left)
-        first = torch.autograd.grad(code.square().sum(), leaves(inputs, left), create_graph=True)
-        results.append(torch.autograd.grad(sum(each.square().sum() for each in first), leaves(inputs, left)))
+        first = torch.autograd.grad(compute().square().sum(), leaves, create_graph=True)
+        results.append(torch.autograd.grad(sum(each.square().sum() for each in first), leaves))
     assert wide_launches(calls) == ["wide_code", "wide_code_backward"]  # not for the graph of the first derivatives
     torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-4)
 
 
-def test_without_a_form_or_the_switch_no_kernel_runs(calls, served):
-    inputs, pointwise, left = problem(served)
-    wide_code(inputs, pointwise, [], left)
-    use_kernels(False)
-    wide_code(inputs, WideForm("silu", (0, 1)), [], left)
-    assert wide_launches(calls) == []
-
-
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_every_kind_of_form(form, calls, served):
-    inputs, _, left = problem(served)
-    inputs, masks = inputs[: len(form.order)], [torch.rand(9, 24, device=served) < 0.8] * (form.scale is not None)
-    results = []
-    for wanted in (True, False):
+def test_what_no_kernel_knows_runs_in_torch(calls, served):
+    for form, wanted in (({"activation": "quick_gelu"}, True), (FORMS["gated"], False)):
         use_kernels(wanted)
-        code = wide_code(inputs, form, masks, left)
-        results.append([code, *torch.autograd.grad(code.square().sum(), leaves(inputs, left))])
-    assert wide_launches(calls) == ["wide_code", "wide_code_backward"]
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+        compute, leaves = problem(form, served)
+        torch.autograd.grad(compute().sum(), leaves)
+    assert wide_launches(calls) == []
