@@ -13,6 +13,7 @@ from hf_comera.modules import TiedHead, TTLinear
 from hf_comera.modules.block import Block
 from hf_comera.modules.fast_dropout import FastDropout
 from hf_comera.modules.head_and_loss import LANGUAGE_MODELS, HeadAndLoss
+from hf_comera.modules.latent_attention import LatentAttention
 from hf_comera.ops.cuda.build import find_nvcc
 from hf_comera.ops.kept_bits import WORTH_BITS
 
@@ -93,6 +94,10 @@ def _about_blocks(model: nn.Module) -> Iterator[str]:
     if alone and not refusals:
         others = f" and {len(alone) - 1} others" if len(alone) > 1 else ""
         yield f"Layers that no block serves compute alone: {alone[0]}{others}."
+    caching = [block for block in blocks if isinstance(block, LatentAttention) and block.is_causal]
+    if caching and not any(block.refusal() for block in caching):
+        latents, wide = (sum(numbers) for numbers in zip(*(each.cached_numbers() for each in caching), strict=True))
+        yield f"In generation {len(caching)} attention layers cache {latents:,} numbers a token instead of {wide:,}."
     if fused:
         yield "Layers in a block never write their output, or only a part of it: they take less than the table counts."
 

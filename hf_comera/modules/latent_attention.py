@@ -165,6 +165,23 @@ class LatentAttention(Block):
         names = [*self.spec.projections, *([self.spec.output] if self.spec.output else [])]
         return [_attribute(self, name) for name in names]
 
+    def cached_numbers(self) -> tuple[int, int]:
+        """Numbers that a token takes in a cache, and that it would take without latents."""
+        layers = [_attribute(self, name) for name in self.spec.projections]
+        size = int(getattr(self, self.spec.head_size))
+        if len(layers) == 3:
+            widths = [layer.out_features for layer in layers[1:]]
+        else:
+            queries = layers[0].out_features // 3
+            if self.spec.rotary:
+                queries = int(self.config.num_attention_heads) * size  # type: ignore[attr-defined]
+            widths = [(layers[0].out_features - queries) // 2] * 2
+        ranks = [padded_rank(layer.middle_rank + (layer.bias is not None)) for layer in (layers * 3)[1:3]]
+        if self.spec.rotary:  # keys are cached as they are
+            groups = widths[0] // size
+            ranks = [widths[0], -(-ranks[1] // groups) * groups]
+        return sum(ranks), sum(widths)
+
     def refusal(self, output: nn.Module | None = None) -> str | None:
         """Why the module's own forward runs, or None if the block does."""
         spec = self.spec

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, OPTConf
 
 from hf_comera import ComeraConfig, explain, get_comera_model
 from hf_comera.compress.explain import WIDTH
-from hf_comera.modules import TTLinear, TTMEmbedding, unwritten_heads, wide_hidden
+from hf_comera.modules import TTLinear, TTMEmbedding
 from hf_comera.modules.fast_dropout import FastDropout
 from hf_comera.ops.cuda import dispatch, switch
 from hf_comera.tt.planner import RULE
@@ -20,14 +20,14 @@ from tests.architectures import ARCHITECTURES, SIZES, WORDS
 FAMILIES = {
     "bert-mlm": {
         1: ["embeddings.word_embeddings"],
-        6: ["self.query", "self.key", "self.value"],
+        8: ["self.query, self.key, self.value, output.dense"],
         2: ["intermediate.dense", "output.dense"],
     },
     "gpt2": {1: ["transformer.wte"], 2: ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]},
     "llama-tied": {
         1: ["model.embed_tokens"],
-        4: ["self_attn.k_proj, self_attn.v_proj", "mlp.gate_proj, mlp.up_proj"],
-        2: ["self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"],
+        4: ["self_attn.q_proj, self_attn.o_proj", "self_attn.k_proj, self_attn.v_proj", "mlp.gate_proj, mlp.up_proj"],
+        2: ["mlp.down_proj"],
     },
 }
 
@@ -143,58 +143,39 @@ def test_sizes_must_be_positive(sizes):
         explain(nn.Linear(3, 3), *sizes)
 
 
-def test_what_layers_do_together_is_told(monkeypatch):
-    model = compressed("bert-mlm")
-    paths = {row.label: row.extra for row in explain(model, 2, 9).rows}
-    assert paths["self.query, self.key, self.value"] == "joined"
-    assert paths["intermediate.dense"] == ""
-    monkeypatch.setattr(wide_hidden, "WORTH_CHUNKS", 1)
-    monkeypatch.setattr(unwritten_heads, "WORTH_CODES", 1)
-    wide = {row.label: row.extra for row in explain(model, 2, 9).rows}
-    assert wide["intermediate.dense"] == "hidden in chunks"
+def test_the_block_of_each_layer_is_told():
+    rows = {row.label: row.extra for row in explain(compressed("bert-mlm"), 2, 9).rows}
+    assert set(rows.values()) == {"", "latent attention", "a tiled MLP"}
+    assert rows["intermediate.dense"] == "a tiled MLP"
+    assert next(extra for label, extra in rows.items() if "self.query" in label) == "latent attention"
     llama = {row.label: row.extra for row in explain(compressed("llama-tied"), 2, 9).rows}
-    assert llama["mlp.gate_proj, mlp.up_proj"] == "joined, hidden in chunks"
-    assert wide["self.query, self.key, self.value"] == "joined, attends as codes"
-    assert llama["self_attn.q_proj"] == llama["self_attn.k_proj, self_attn.v_proj"] == "joined"
-    assert "layers marked 'attends as codes' are never written" in notes(model)
-    query = model.get_submodule("bert.encoder.layer.0.attention.self.query")
-    query.joined.num_wasted = 1
-    model.eval()
-    assert "1 groups of siblings are no longer joined" in notes(model)
+    assert llama["mlp.gate_proj, mlp.up_proj"] == "a tiled MLP"
+    assert "never write their output" in notes(compressed("bert-mlm"))
+    assert "never write their output" not in notes(compressed("t5", target_modules=["q"]))
 
 
-@pytest.mark.parametrize(("config", "codes"), [(GPT2Config, 16), (OPTConfig, 32)])
-def test_what_a_token_takes_in_caches_is_told(config, codes):
+@pytest.mark.parametrize(("config", "latents"), [(GPT2Config, 32), (OPTConfig, 32)])
+def test_what_a_token_takes_in_caches_is_told(config, latents):
     sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 241}
     more = {"ffn_dim": 96, "word_embed_proj_dim": 48} if config is OPTConfig else {}
     model = get_comera_model(AutoModelForCausalLM, ComeraConfig(rank=7), config=config(**sizes, **more))
-    assert f"2 attention layers cache {codes} numbers a token instead of 192, where prompts have 21,846" in notes(
-        model
-    )
+    assert f"2 attention layers cache {latents} numbers a token instead of 192" in notes(model)
     assert " cache " not in notes(compressed("bert-mlm"))
 
 
-def test_why_attention_does_not_take_codes_is_told():
-    assert "attend to codes" not in notes(compressed("bert-mlm"))
-    assert "2 of 2 attention layers do not attend to codes: it is not of a class" in notes(compressed("llama-tied"))
+def test_why_a_block_is_off_is_told():
+    assert "do without" not in notes(compressed("bert-mlm"))
     model = compressed("bert-mlm")
-    model.set_attn_implementation("eager")
-    assert "do not attend to codes: its implementation is 'eager': set_attn" in notes(model)
+    model.config._attn_implementation = "flash_attention_2"
+    assert "2 of 2 modules do without latent attention: its attention is 'flash_attention_2'" in notes(model)
     model = compressed("vit")
     hook = model.get_submodule("vit.layers.0.attention.q_proj").register_forward_hook(print)
-    assert "1 of 2 attention layers do not attend to codes: a hook watches" in notes(model)
+    assert "1 of 2 modules do without latent attention: a hook watches" in notes(model)
     hook.remove()
     model = compressed("roberta", rank=12)
-    assert "a code with its bias has 16 numbers and a head 12: the rank would have to be lower" in notes(model)
-
-
-def test_hidden_layers_that_kernels_take_are_told(monkeypatch):
-    monkeypatch.setattr(wide_hidden, "WORTH_CHUNKS", 1)
-    monkeypatch.setattr(dispatch, "_served", ("cpu",))
-    monkeypatch.setattr(switch, "_wanted", True)
-    explanation = explain(compressed("bert-mlm"), 2, 9)
-    assert {row.label: row.extra for row in explanation.rows}["intermediate.dense"] == "hidden in a kernel"
-    assert "gelu_tanh, relu, gated or not" in " ".join(explanation.notes)
+    assert "a latent with its bias has 16 numbers and a head 12: the rank would have to be lower" in notes(model)
+    model = compressed("t5")
+    assert "no block serves compute alone" in notes(model)
 
 
 def test_how_dropout_draws_is_told():
@@ -226,13 +207,11 @@ def test_layers_of_equal_names_and_unequal_ranks_are_told_apart():
     assert "intermediate.dense" in labels
 
 
-def test_layers_whose_siblings_are_no_longer_joined_have_a_row_of_their_own():
+def test_layers_that_a_block_leaves_alone_have_a_row_of_their_own():
     model = compressed("bert-mlm")
-    model.get_submodule("bert.encoder.layer.1.attention.self.query").joined.num_wasted = 1
-    found = {row.label: row.extra for row in explain(model.eval(), 2, 9).rows}
-    queries = {label: extra for label, extra in found.items() if "self.query" in label}
-    assert [("layer.1." in label, extra) for label, extra in queries.items()] == [(False, "joined"), (True, "")]
-    assert any(label.endswith(" and 1 more") for label in queries)
+    model.get_submodule("bert.encoder.layer.1.attention.self.query").register_forward_hook(lambda *_: None)
+    queries = {row.label: row.extra for row in explain(model, 2, 9).rows if "self.query" in row.label}
+    assert sorted(queries.values()) == ["", "latent attention"]
 
 
 def test_what_becomes_of_the_logits_is_told_where_they_are_all_made():

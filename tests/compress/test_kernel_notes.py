@@ -42,11 +42,8 @@ def test_off_or_impossible(monkeypatch):
 def test_on():
     found = notes(compressed())
     assert "make the halves of 8 layers in one call, and their gradients." in found
-    assert "both products of a layer in one call for up to 8 layers; the other 0" in found
     assert "look up the rows of transformer.wte; heads tied to them stay in plain torch." in found
     assert "not by CUDA kernels" not in found
-    joined = notes(compressed("llama-untied"))
-    assert "for up to 4 layers; the other 10 share a product with siblings" in joined
     assert found in " ".join(explain(compressed(), 2, 9).notes)
 
 

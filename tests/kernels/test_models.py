@@ -14,10 +14,9 @@ from tests.integration.test_training_loops import CHECKPOINTING
 from tests.training.graphed_runs import Run, batches_of
 from tests.training.tape_capture import use_tape
 
-LAUNCHES = (
-    *("tt_halves", "tt_halves_backward", "ttm_rows", "ttm_table_gradient"),
-    *("low_rank_linear", "low_rank_linear_backward"),
-)
+LAUNCHES = ("tt_halves", "tt_halves_backward", "ttm_rows", "ttm_table_gradient")
+PRODUCTS = ("low_rank_linear", "wide_code")
+"""One of them: of layers alone, or of a feed-forward block."""
 # model, what is done to it, largest error relative to the norm
 CASES = [
     pytest.param("bert-classifier", [], 1e-4, id="padding"),
@@ -74,6 +73,7 @@ def test_train_as_in_torch(name, done, tolerance, served, calls):
     found = train(name, done, served)
     counted = Counter(launch for launch, _ in calls)
     assert all(counted[launch] for launch in LAUNCHES), counted
+    assert any(counted[launch] and counted[f"{launch}_backward"] for launch in PRODUCTS), counted
     assert counted["tt_halves"] <= 8, "one call for all layers, wherever they are not built alone"
     num_calls = len(calls)
     use_kernels(False)

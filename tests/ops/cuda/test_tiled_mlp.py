@@ -50,7 +50,7 @@ REFUSED = {
 def test_says_what_it_cannot_take(case):
     words, make = REFUSED[case]
     codes, rights, masks, left, scale = make()
-    assert words in wide_code_refusal(codes, rights, masks, left, scale)
+    assert words in wide_code_refusal(codes, rights, masks, left, activation="gelu", scale=scale)
     call = (codes, rights, [None for _ in codes], masks, left)
     with pytest.raises(ValueError, match=words):
         wide_code(*call, activation="gelu", scale=scale)
@@ -58,10 +58,16 @@ def test_says_what_it_cannot_take(case):
         wide_code_backward(torch.ones(4, left.shape[0]), *call, activation="gelu", scale=scale)
 
 
-def test_takes_the_rest():
-    assert wide_code_refusal(*operands()) is None
-    assert wide_code_refusal(*operands(2, 64, 64, torch.bfloat16)) is None
-    assert wide_code_refusal(*operands(mask=MASK, scale=1.25)) is None
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_takes_the_rest(activation):
+    for made in (operands(), operands(2, 64, 64, torch.bfloat16), operands(mask=MASK, scale=1.25)):
+        *tensors, scale = made
+        assert wide_code_refusal(*tensors, activation=activation, scale=scale) is None
+
+
+def test_says_which_activations_it_knows():
+    *tensors, scale = operands()
+    assert "gelu_tanh, relu, not mish" in wide_code_refusal(*tensors, activation="mish", scale=scale)
 
 
 def test_one_half_is_enough_to_ask_beforehand():
