@@ -16,14 +16,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_comera.modules.block import Block, layer_refusal, text_digest
+from hf_comera.modules.block import Block, is_watched, layer_refusal, text_digest
 from hf_comera.modules.tt_linear import TTLinear
 from hf_comera.ops import kept_bits
 from hf_comera.ops.dropped_attention import dropped_attention
+from hf_comera.ops.gradients import is_transformed
 from hf_comera.ops.halves import RANK_MULTIPLE, padded_rank
 from hf_comera.ops.latent_attention import absorbed_query, output_latent
 from hf_comera.ops.precision import autocast_dtype, without_autocast
@@ -180,7 +182,9 @@ class LatentAttention(Block):
         size = int(getattr(self, spec.head_size))
         met = layers[-2:-1] if spec.rotary else layers[:-1][-2:]
         needed = max(padded_rank(layer.middle_rank + (layer.bias is not None)) for layer in met)
-        if needed > size:
+        # one head and a latent of its size: nothing is won, and caches could not tell one from the other
+        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads  # type: ignore[attr-defined]
+        if needed > size or needed == size * heads:
             return f"a latent with its bias has {needed} numbers and a head {size}: the rank would have to be lower"
         return None
 
@@ -221,10 +225,10 @@ class LatentAttentionWithOutput(Block):
 
     def refusal(self) -> str | None:
         """Why the module's own forward runs, or None if the block does."""
-        output = self.output  # type: ignore[attr-defined]
-        if "forward" in output.__dict__ or output._forward_hooks or output._forward_pre_hooks:
-            return "a hook watches its output layer"
-        return self.self.refusal(output.dense)  # type: ignore[attr-defined, no-any-return]
+        attention, output = self.self, self.output  # type: ignore[attr-defined]
+        if is_watched(attention) or is_watched(output):
+            return "a hook watches its attention or its output module"
+        return attention.refusal(output.dense)  # type: ignore[no-any-return]
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         """As the module's own forward."""
@@ -302,23 +306,26 @@ def _rotary_attention(
     module: nn.Module, spec: AttentionSpec, projections: Sequence[_Projection], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """The same where query and key are rotated: they are rebuilt from latents, once more in backward."""
-    rotations = options.pop("position_embeddings")
-    value = projections[2]
+    rotations, value_BSR = options.pop("position_embeddings"), projections[2].latent
+    # compilers choose what to recompute themselves; transforms know no checkpoints
+    rebuilds = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transformed()
     if (cache := _cache(options)) is not None:
         query, key = _rotated(module, spec, projections, rotations)
-        groups, rank = key.shape[1], value.latent.shape[-1]
+        tokens, groups, rank = key.shape[2], key.shape[1], value_BSR.shape[-1]
         # a cache wants as many heads of values as of keys: the latent is cut into as many pieces
-        pieces = _widened(value.latent, -(-rank // groups) * groups).unflatten(-1, (groups, -1)).transpose(1, 2)
+        pieces = _widened(value_BSR, -(-rank // groups) * groups).unflatten(-1, (groups, -1)).transpose(1, 2)
         key, pieces = cache.update(key, pieces, module.layer_idx)
-        return _attend_rotated(module, spec, query, key, pieces.transpose(1, 2).flatten(2)[..., :rank], options)
+        if not rebuilds or key.shape[2] > tokens:
+            value_BSR = pieces.transpose(1, 2).flatten(2)[..., :rank]
+            return _attend_rotated(module, spec, query, key, value_BSR, options)
 
     def attend(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
         pairs = [_Projection(*tensors[:2]), _Projection(*tensors[2:4])]
         query, key = _rotated(module, spec, pairs, rotations)
         return _attend_rotated(module, spec, query, key, tensors[4], options)
 
-    tensors = (*projections[0], *projections[1], value.latent)
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # compilers choose what to recompute themselves
+    tensors = (*projections[0], *projections[1], value_BSR)
+    if not rebuilds:
         return attend(*tensors)
     return checkpoint(attend, *tensors, use_reentrant=False, context_fn=_keeping_attention)  # type: ignore[no-any-return]
 
@@ -331,7 +338,7 @@ def _rotated(
     query, key = ((part.latent @ part.right).unflatten(-1, (-1, size)) for part in projections[:2])
     if spec.norms:
         query, key = _attribute(module, spec.norms[0])(query), _attribute(module, spec.norms[1])(key)
-    rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+    rotate = sys.modules[module.home].apply_rotary_pos_emb
     rotated: tuple[Tensor, Tensor] = rotate(query.transpose(1, 2), key.transpose(1, 2), *rotations)
     return rotated
 
@@ -346,20 +353,37 @@ def _attend_rotated(
     return context[..., :rank], weights
 
 
-def _keeping_attention() -> Any:
-    """Rebuild query and key in backward, and not what attention has made of them."""
-    aten = torch.ops.aten
-    attentions = [
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    ]
+def _keeping_attention() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """For a checkpoint: query and key are rebuilt in backward, what attention has made of them is kept."""
+    kept: list[Any] = []
+    return _KeptAttention(kept, is_again=False), _KeptAttention(kept, is_again=True)
 
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in attentions else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+class _KeptAttention(TorchDispatchMode):
+    """Keeps what attention gives; ``is_again`` gives that instead of computing it, to each backward that asks.
+
+    torch's own selective checkpoints allow one backward only.
+    """
+
+    def __init__(self, kept: list[Any], is_again: bool) -> None:
+        super().__init__()
+        self.kept, self.is_again = kept, is_again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _KEPT:
+            return func(*args, **(kwargs or {}))
+        if not self.is_again:
+            self.kept[:] = func(*args, **(kwargs or {}))
+        # detached: autograd is about to write to what it gets, and would have it keep itself alive
+        return tuple(part.detach() if isinstance(part, Tensor) else part for part in self.kept)
+
+
+_KEPT = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
 
 
 def _attend(
@@ -370,7 +394,7 @@ def _attend(
     Shape:
         query ``(B, T, H, D)``, key ``(B, H, S, D)``, value ``(B, 1, S, D)`` of all heads -> ``(B, T, H, D)``.
     """
-    mask, tokens, heads = options.pop("attention_mask", None), *query_BTHD.shape[1:3]
+    mask, tokens, heads = options.get("attention_mask"), *query_BTHD.shape[1:3]
     implementation = module.config._attn_implementation
     rate = _attribute(module, spec.dropout)
     rate = 0.0 if not module.training else float(rate.p if isinstance(rate, nn.Dropout) else rate)
@@ -396,7 +420,7 @@ def _attend(
         query, key, given = query_BTHD, key[:, :1], {**given, "is_causal": False}
     else:
         value = value.expand(-1, heads, -1, -1)
-    own = sys.modules[type(module).__module__].eager_attention_forward
+    own = sys.modules[module.home].eager_attention_forward
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, own)
     context, weights = attend(_Caller(module), query, key, value, mask, dropout=rate, scaling=scaling, **given)
     return (context.transpose(1, 2) if as_rows else context).to(dtype), weights
