@@ -116,6 +116,8 @@ def _made(name: str, dropout: float, dtype: torch.dtype, rank: int, changes: tup
             setattr(config, key, dropout)
     torch.manual_seed(0)
     model = get_comera_model(row.auto_class, ComeraConfig(rank=rank, **row.settings), config=config).to(dtype)
+    if row.is_causal and getattr(model, "loss_type", None) is None:
+        model.loss_type = "ForCausalLM"  # else there is a warning, which compiled code cannot give
     for layer in model.modules():
         if isinstance(layer, TTLinear):
             layer.draw(layer.in_features**-0.5)  # so large that nothing hides behind residual connections

@@ -181,17 +181,16 @@ class LatentAttention(Block):
             return f"{spec.unless} computes eager attention in its own way"
         size = int(getattr(self, spec.head_size))
         met = layers[-2:-1] if spec.rotary else layers[:-1][-2:]
-        needed = max(padded_rank(layer.middle_rank + (layer.bias is not None)) for layer in met)
-        # one head and a latent of its size: nothing is won, and caches could not tell one from the other
-        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads  # type: ignore[attr-defined]
-        if needed > size or needed == size * heads:
+        needed = max(padded_rank(max(1, layer.middle_rank + (layer.bias is not None))) for layer in met)
+        # a single head with a latent of its size: nothing is won, and a cache would not tell which of them it holds
+        if needed > size or needed == _size_of_value(self):
             return f"a latent with its bias has {needed} numbers and a head {size}: the rank would have to be lower"
         return None
 
     def forward(self, hidden_states: Tensor, *args: Any, output: nn.Module | None = None, **options: Any) -> Any:
         """As the module's own forward; with ``output``, the output projection of a wrapper, its result instead."""
         options.update(zip(self.arguments, args, strict=False))
-        if self.refusal(output) is not None or any(options.get(name) is not None for name in _OTHER_USES):
+        if self.is_for_own_forward(options, output):
             return super().forward(hidden_states, **options)  # type: ignore[misc]
         spec = self.spec
         output_layer: TTLinear = _attribute(self, spec.output) if spec.output else output
@@ -205,6 +204,21 @@ class LatentAttention(Block):
         if spec.output_dropout is not None:
             y = _attribute(self, spec.output_dropout)(y)
         return y, weights
+
+    def is_for_own_forward(self, options: dict[str, Any], output: nn.Module | None = None) -> bool:
+        """Whether the own forward takes this call; latents that it would find in its cache are written out for it."""
+        if any(options.get(name) is not None for name in _OTHER_USES):
+            return True
+        refuses, begun = self.refusal(output) is not None, _begun(self, options)
+        if begun is None:
+            return refuses
+        if begun.values.shape[1] * begun.values.shape[3] != _size_of_value(self):
+            is_constant = torch.is_grad_enabled() and not begun.values.requires_grad
+            if not refuses and not (is_constant and any(each.requires_grad for each in self.parameters())):  # type: ignore[attr-defined]
+                return False
+            # right halves that train would get a gradient for keys and values of before
+            _write_out(self, self.spec, begun)
+        return True
 
 
 class LatentAttentionWithOutput(Block):
@@ -233,10 +247,10 @@ class LatentAttentionWithOutput(Block):
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         """As the module's own forward."""
         options.update(zip(self.arguments, args, strict=False))
-        if self.refusal() is not None or any(options.get(name) is not None for name in _OTHER_USES):
+        attention, output = self.self, self.output  # type: ignore[attr-defined]
+        if self.refusal() is not None or attention.is_for_own_forward(options, output.dense):
             return super().forward(hidden_states, **options)  # type: ignore[misc]
-        output = self.output  # type: ignore[attr-defined]
-        y, weights = self.self(hidden_states, output=output.dense, **options)  # type: ignore[attr-defined]
+        y, weights = attention(hidden_states, output=output.dense, **options)
         y = output.LayerNorm(output.dropout(y) + hidden_states)
         return (y, weights) if self.spec else y
 
@@ -253,19 +267,28 @@ def attention_block(module: nn.Module) -> type[Block] | None:
 
 def _project(module: nn.Module, spec: AttentionSpec, x: Tensor) -> list[_Projection]:
     """Query, key and value, from one product of ``x`` with the left halves side by side."""
-    layers: list[TTLinear] = [_attribute(module, name) for name in spec.projections]
     dtype = autocast_dtype(x)
+    lefts, rights, ones = _halves(module, spec, dtype)
+    latents = linear(x.to(dtype), torch.cat(lefts), torch.cat(ones)).split([len(left) for left in lefts], dim=-1)
+    return [_Projection(latents[index % len(latents)], right) for index, right in enumerate(rights)]
+
+
+def _halves(
+    module: nn.Module, spec: AttentionSpec, dtype: torch.dtype
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """Left halves of the projections, right ones of query, key and value, and what to add to each latent."""
+    layers: list[TTLinear] = [_attribute(module, name) for name in spec.projections]
     lefts, rights, ones = zip(*(_halves_with_bias(layer, dtype) for layer in layers), strict=True)
-    joint = linear(x.to(dtype), torch.cat(lefts), torch.cat(ones))
-    latents = joint.split([left.shape[0] for left in lefts], dim=-1)
-    if len(layers) == 3:
-        return [_Projection(*pair) for pair in zip(latents, rights, strict=True)]
-    size = int(getattr(module, spec.head_size))
-    queries = layers[0].out_features // 3
-    if spec.rotary:  # fewer heads of key and value
-        queries = int(module.config.num_attention_heads) * size
-    keys = (layers[0].out_features - queries) // 2
-    return [_Projection(latents[0], right) for right in rights[0].split([queries, keys, keys], dim=1)]
+    if len(layers) == 1:
+        keys = _size_of_value(module)
+        rights = rights[0].split([layers[0].out_features - 2 * keys, keys, keys], dim=1)
+    return lefts, rights, ones
+
+
+def _size_of_value(module: Any) -> int:
+    """Numbers of a token's value in all heads."""
+    heads = getattr(module.config, "num_key_value_heads", None) or module.config.num_attention_heads
+    return int(heads) * int(getattr(module, module.spec.head_size))
 
 
 def _halves_with_bias(layer: TTLinear, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -355,25 +378,24 @@ def _attend_rotated(
 
 def _keeping_attention() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """For a checkpoint: query and key are rebuilt in backward, what attention has made of them is kept."""
-    kept: list[Any] = []
-    return _KeptAttention(kept, is_again=False), _KeptAttention(kept, is_again=True)
+    kept = _KeptAttention()
+    return kept, kept
 
 
 class _KeptAttention(TorchDispatchMode):
-    """Keeps what attention gives; ``is_again`` gives that instead of computing it, to each backward that asks.
+    """Computes core attention once, and gives it again to each backward that asks.
 
     torch's own selective checkpoints allow one backward only.
     """
 
-    def __init__(self, kept: list[Any], is_again: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.kept, self.is_again = kept, is_again
+        self.kept: tuple[Any, ...] = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _KEPT:
             return func(*args, **(kwargs or {}))
-        if not self.is_again:
-            self.kept[:] = func(*args, **(kwargs or {}))
+        self.kept = self.kept or func(*args, **(kwargs or {}))
         # detached: autograd is about to write to what it gets, and would have it keep itself alive
         return tuple(part.detach() if isinstance(part, Tensor) else part for part in self.kept)
 
@@ -411,7 +433,7 @@ def _attend(
     on_cpu_in_16_bits = query_BTHD.device.type == "cpu" and dtype.itemsize == 2
     if on_cpu_in_16_bits:  # whose kernel, where tried, was up to five times slower in 16 bits
         query_BTHD, key, value = query_BTHD.to(exact), key.to(exact), value.to(exact)
-    if mask is not None and mask.is_floating_point():
+    if isinstance(mask, Tensor) and mask.is_floating_point():  # that of flex_attention is no tensor
         mask = mask.to(query_BTHD.dtype)
     query = query_BTHD.transpose(1, 2)
     # heads of a single token are rows of one head: they share key and value, which then are read once
@@ -451,8 +473,37 @@ class _Caller:
 
 def _cache(options: dict[str, Any]) -> Any:
     """The cache of self-attention, if there is one."""
-    cache = options.pop("past_key_values", None)
+    cache = options.get("past_key_values")
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def _begun(module: Any, options: dict[str, Any]) -> Any:
+    """What the cache already holds for this module, if anything."""
+    cache, index = _cache(options), getattr(module, "layer_idx", None)
+    if cache is None or index is None or index >= len(cache.layers):
+        return None
+    layer = cache.layers[index]
+    return layer if layer.is_initialized and layer.values.numel() else None
+
+
+def _write_out(module: nn.Module, spec: AttentionSpec, begun: Any) -> None:
+    """Make of the latents in a cache the keys and values that the module's own forward puts there.
+
+    Raises:
+        ValueError: If the projections are no tensor trains any more.
+    """
+    for name in spec.projections:
+        if not isinstance(layer := _attribute(module, name), TTLinear):
+            raise ValueError(
+                f"past_key_values holds latents of {name}, which has become a {type(layer).__name__}; it needs keys "
+                "and values. Start with an empty cache, for example past_key_values=DynamicCache()."
+            )
+    size, latents = int(getattr(module, spec.head_size)), begun.values.transpose(1, 2).flatten(2)
+    with torch.set_grad_enabled(begun.values.requires_grad), without_autocast(latents):
+        _, (_, right_k, right_v), _ = _halves(module, spec, latents.dtype)
+        begun.values = (latents[..., : len(right_v)] @ right_v).unflatten(2, (-1, size)).transpose(1, 2)
+        if not spec.rotary:
+            begun.keys = (begun.keys[:, 0] @ right_k).unflatten(2, (-1, size)).transpose(1, 2)
 
 
 def _widened(tensor: Tensor, size: int) -> Tensor:

@@ -157,7 +157,8 @@ class _Fused(Block):
         dropout = _found(self, self.spec.hidden_dropout) if self.spec.hidden_dropout else None
         if dropout is None or not dropout.training or dropout.p == 0:
             return None, 1.0
-        return kept_bits.draw_kept((len(rows), left.shape[1]), dropout.p), kept_bits.kept_share(dropout.p)
+        bits = kept_bits.draw_kept((len(rows), left.shape[1]), dropout.p, rows.device)
+        return bits, kept_bits.kept_share(dropout.p)
 
 
 class TiledMLP(_Fused):
