@@ -18,9 +18,12 @@ from torch import nn
 
 from hf_comera.modules.tt_linear import TTLinear
 
-__all__ = ["Block", "exchange_class", "layer_refusal", "restore_class", "text_digest"]
+__all__ = ["Block", "exchange_class", "is_watched", "layer_refusal", "restore_class", "text_digest"]
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_hf_hook")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+_CAPTURES_OUTPUTS = "transformers.utils.output_capturing"
+"""Module of the hooks that gather hidden states and weights of attention; a block gives both in their places."""
 
 
 class Block:
@@ -29,6 +32,8 @@ class Block:
     own_class: ClassVar[type[nn.Module]]
     arguments: ClassVar[tuple[str, ...]]
     """Names of what the own forward takes after its first argument."""
+    home: ClassVar[str]
+    """Name of the module in which the own forward is written."""
     spec: ClassVar[Any]
     """How the own forward names its parts: its row in the table of the block."""
 
@@ -93,11 +98,21 @@ def layer_refusal(layers: Iterable[Any]) -> str | None:
     for layer in layers:
         if type(layer) is not TTLinear:
             return f"a {type(layer).__name__} is in the place of a TTLinear"
-        if "forward" in layer.__dict__ or any(getattr(layer, name, None) for name in _HOOKS):
+        if is_watched(layer):
             return "a hook watches one of its layers"
         if layer.prefers_dense:
             return f"middle rank {layer.middle_rank} is so high that a layer multiplies with its dense matrix"
     return None
+
+
+def is_watched(part: Any) -> bool:
+    """Whether somebody is to be called with what ``part``, a module or a function, is given or gives."""
+    if not isinstance(part, nn.Module):
+        return False
+    if "forward" in part.__dict__ or hasattr(part, "_hf_hook"):
+        return True
+    hooks = (hook for name in _HOOKS for hook in getattr(part, name).values())
+    return any(hook.__module__ != _CAPTURES_OUTPUTS for hook in hooks)
 
 
 @functools.cache
@@ -112,6 +127,7 @@ def _fused_class(block: type[Block], own_class: type[nn.Module]) -> type[nn.Modu
             "__doc__": own_class.__doc__,
             "own_class": own_class,
             "arguments": names[2:],
+            "home": inspect.unwrap(own_class.forward).__module__,
             "spec": block.row(own_class),
         },
     )

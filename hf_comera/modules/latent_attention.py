@@ -16,14 +16,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_comera.modules.block import Block, layer_refusal, text_digest
+from hf_comera.modules.block import Block, is_watched, layer_refusal, text_digest
 from hf_comera.modules.tt_linear import TTLinear
 from hf_comera.ops import kept_bits
 from hf_comera.ops.dropped_attention import dropped_attention
+from hf_comera.ops.gradients import is_transformed
 from hf_comera.ops.halves import RANK_MULTIPLE, padded_rank
 from hf_comera.ops.latent_attention import absorbed_query, output_latent
 from hf_comera.ops.precision import autocast_dtype, without_autocast
@@ -196,15 +198,16 @@ class LatentAttention(Block):
             return f"{spec.unless} computes eager attention in its own way"
         size = int(getattr(self, spec.head_size))
         met = layers[-2:-1] if spec.rotary else layers[:-1][-2:]
-        needed = max(padded_rank(layer.middle_rank + (layer.bias is not None)) for layer in met)
-        if needed > size:
+        needed = max(padded_rank(max(1, layer.middle_rank + (layer.bias is not None))) for layer in met)
+        # a single head with a latent of its size: nothing is won, and a cache would not tell which of them it holds
+        if needed > size or needed == _size_of_value(self):
             return f"a latent with its bias has {needed} numbers and a head {size}: the rank would have to be lower"
         return None
 
     def forward(self, hidden_states: Tensor, *args: Any, output: nn.Module | None = None, **options: Any) -> Any:
         """As the module's own forward; with ``output``, the output projection of a wrapper, its result instead."""
         options.update(zip(self.arguments, args, strict=False))
-        if self.refusal(output) is not None or any(options.get(name) is not None for name in _OTHER_USES):
+        if self.is_for_own_forward(options, output):
             return super().forward(hidden_states, **options)  # type: ignore[misc]
         spec = self.spec
         output_layer: TTLinear = _attribute(self, spec.output) if spec.output else output
@@ -218,6 +221,21 @@ class LatentAttention(Block):
         if spec.output_dropout is not None:
             y = _attribute(self, spec.output_dropout)(y)
         return y, weights
+
+    def is_for_own_forward(self, options: dict[str, Any], output: nn.Module | None = None) -> bool:
+        """Whether the own forward takes this call; latents that it would find in its cache are written out for it."""
+        if any(options.get(name) is not None for name in _OTHER_USES):
+            return True
+        refuses, begun = self.refusal(output) is not None, _begun(self, options)
+        if begun is None:
+            return refuses
+        if begun.values.shape[1] * begun.values.shape[3] != _size_of_value(self):
+            is_constant = torch.is_grad_enabled() and not begun.values.requires_grad
+            if not refuses and not (is_constant and any(each.requires_grad for each in self.parameters())):  # type: ignore[attr-defined]
+                return False
+            # right halves that train would get a gradient for keys and values of before
+            _write_out(self, self.spec, begun)
+        return True
 
 
 class LatentAttentionWithOutput(Block):
@@ -238,18 +256,18 @@ class LatentAttentionWithOutput(Block):
 
     def refusal(self) -> str | None:
         """Why the module's own forward runs, or None if the block does."""
-        output = self.output  # type: ignore[attr-defined]
-        if "forward" in output.__dict__ or output._forward_hooks or output._forward_pre_hooks:
-            return "a hook watches its output layer"
-        return self.self.refusal(output.dense)  # type: ignore[attr-defined, no-any-return]
+        attention, output = self.self, self.output  # type: ignore[attr-defined]
+        if is_watched(attention) or is_watched(output):
+            return "a hook watches its attention or its output module"
+        return attention.refusal(output.dense)  # type: ignore[no-any-return]
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         """As the module's own forward."""
         options.update(zip(self.arguments, args, strict=False))
-        if self.refusal() is not None or any(options.get(name) is not None for name in _OTHER_USES):
+        attention, output = self.self, self.output  # type: ignore[attr-defined]
+        if self.refusal() is not None or attention.is_for_own_forward(options, output.dense):
             return super().forward(hidden_states, **options)  # type: ignore[misc]
-        output = self.output  # type: ignore[attr-defined]
-        y, weights = self.self(hidden_states, output=output.dense, **options)  # type: ignore[attr-defined]
+        y, weights = attention(hidden_states, output=output.dense, **options)
         y = output.LayerNorm(output.dropout(y) + hidden_states)
         return (y, weights) if self.spec else y
 
@@ -266,19 +284,28 @@ def attention_block(module: nn.Module) -> type[Block] | None:
 
 def _project(module: nn.Module, spec: AttentionSpec, x: Tensor) -> list[_Projection]:
     """Query, key and value, from one product of ``x`` with the left halves side by side."""
-    layers: list[TTLinear] = [_attribute(module, name) for name in spec.projections]
     dtype = autocast_dtype(x)
+    lefts, rights, ones = _halves(module, spec, dtype)
+    latents = linear(x.to(dtype), torch.cat(lefts), torch.cat(ones)).split([len(left) for left in lefts], dim=-1)
+    return [_Projection(latents[index % len(latents)], right) for index, right in enumerate(rights)]
+
+
+def _halves(
+    module: nn.Module, spec: AttentionSpec, dtype: torch.dtype
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """Left halves of the projections, right ones of query, key and value, and what to add to each latent."""
+    layers: list[TTLinear] = [_attribute(module, name) for name in spec.projections]
     lefts, rights, ones = zip(*(_halves_with_bias(layer, dtype) for layer in layers), strict=True)
-    joint = linear(x.to(dtype), torch.cat(lefts), torch.cat(ones))
-    latents = joint.split([left.shape[0] for left in lefts], dim=-1)
-    if len(layers) == 3:
-        return [_Projection(*pair) for pair in zip(latents, rights, strict=True)]
-    size = int(getattr(module, spec.head_size))
-    queries = layers[0].out_features // 3
-    if spec.rotary:  # fewer heads of key and value
-        queries = int(module.config.num_attention_heads) * size
-    keys = (layers[0].out_features - queries) // 2
-    return [_Projection(latents[0], right) for right in rights[0].split([queries, keys, keys], dim=1)]
+    if len(layers) == 1:
+        keys = _size_of_value(module)
+        rights = rights[0].split([layers[0].out_features - 2 * keys, keys, keys], dim=1)
+    return lefts, rights, ones
+
+
+def _size_of_value(module: Any) -> int:
+    """Numbers of a token's value in all heads."""
+    heads = getattr(module.config, "num_key_value_heads", None) or module.config.num_attention_heads
+    return int(heads) * int(getattr(module, module.spec.head_size))
 
 
 def _halves_with_bias(layer: TTLinear, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -319,23 +346,26 @@ def _rotary_attention(
     module: nn.Module, spec: AttentionSpec, projections: Sequence[_Projection], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """The same where query and key are rotated: they are rebuilt from latents, once more in backward."""
-    rotations = options.pop("position_embeddings")
-    value = projections[2]
+    rotations, value_BSR = options.pop("position_embeddings"), projections[2].latent
+    # compilers choose what to recompute themselves; transforms know no checkpoints
+    rebuilds = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transformed()
     if (cache := _cache(options)) is not None:
         query, key = _rotated(module, spec, projections, rotations)
-        groups, rank = key.shape[1], value.latent.shape[-1]
+        tokens, groups, rank = key.shape[2], key.shape[1], value_BSR.shape[-1]
         # a cache wants as many heads of values as of keys: the latent is cut into as many pieces
-        pieces = _widened(value.latent, -(-rank // groups) * groups).unflatten(-1, (groups, -1)).transpose(1, 2)
+        pieces = _widened(value_BSR, -(-rank // groups) * groups).unflatten(-1, (groups, -1)).transpose(1, 2)
         key, pieces = cache.update(key, pieces, module.layer_idx)
-        return _attend_rotated(module, spec, query, key, pieces.transpose(1, 2).flatten(2)[..., :rank], options)
+        if not rebuilds or key.shape[2] > tokens:
+            value_BSR = pieces.transpose(1, 2).flatten(2)[..., :rank]
+            return _attend_rotated(module, spec, query, key, value_BSR, options)
 
     def attend(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
         pairs = [_Projection(*tensors[:2]), _Projection(*tensors[2:4])]
         query, key = _rotated(module, spec, pairs, rotations)
         return _attend_rotated(module, spec, query, key, tensors[4], options)
 
-    tensors = (*projections[0], *projections[1], value.latent)
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # compilers choose what to recompute themselves
+    tensors = (*projections[0], *projections[1], value_BSR)
+    if not rebuilds:
         return attend(*tensors)
     return checkpoint(attend, *tensors, use_reentrant=False, context_fn=_keeping_attention)  # type: ignore[no-any-return]
 
@@ -348,7 +378,7 @@ def _rotated(
     query, key = ((part.latent @ part.right).unflatten(-1, (-1, size)) for part in projections[:2])
     if spec.norms:
         query, key = _attribute(module, spec.norms[0])(query), _attribute(module, spec.norms[1])(key)
-    rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+    rotate = sys.modules[module.home].apply_rotary_pos_emb
     rotated: tuple[Tensor, Tensor] = rotate(query.transpose(1, 2), key.transpose(1, 2), *rotations)
     return rotated
 
@@ -363,20 +393,36 @@ def _attend_rotated(
     return context[..., :rank], weights
 
 
-def _keeping_attention() -> Any:
-    """Rebuild query and key in backward, and not what attention has made of them."""
-    aten = torch.ops.aten
-    attentions = [
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    ]
+def _keeping_attention() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """For a checkpoint: query and key are rebuilt in backward, what attention has made of them is kept."""
+    kept = _KeptAttention()
+    return kept, kept
 
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in attentions else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+class _KeptAttention(TorchDispatchMode):
+    """Computes core attention once, and gives it again to each backward that asks.
+
+    torch's own selective checkpoints allow one backward only.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: tuple[Any, ...] = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _KEPT:
+            return func(*args, **(kwargs or {}))
+        self.kept = self.kept or func(*args, **(kwargs or {}))
+        # detached: autograd is about to write to what it gets, and would have it keep itself alive
+        return tuple(part.detach() if isinstance(part, Tensor) else part for part in self.kept)
+
+
+_KEPT = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
 
 
 def _attend(
@@ -387,7 +433,7 @@ def _attend(
     Shape:
         query ``(B, T, H, D)``, key ``(B, H, S, D)``, value ``(B, 1, S, D)`` of all heads -> ``(B, T, H, D)``.
     """
-    mask, tokens, heads = options.pop("attention_mask", None), *query_BTHD.shape[1:3]
+    mask, tokens, heads = options.get("attention_mask"), *query_BTHD.shape[1:3]
     implementation = module.config._attn_implementation
     rate = _attribute(module, spec.dropout)
     rate = 0.0 if not module.training else float(rate.p if isinstance(rate, nn.Dropout) else rate)
@@ -404,7 +450,7 @@ def _attend(
     on_cpu_in_16_bits = query_BTHD.device.type == "cpu" and dtype.itemsize == 2
     if on_cpu_in_16_bits:  # whose kernel, where tried, was up to five times slower in 16 bits
         query_BTHD, key, value = query_BTHD.to(exact), key.to(exact), value.to(exact)
-    if mask is not None and mask.is_floating_point():
+    if isinstance(mask, Tensor) and mask.is_floating_point():  # that of flex_attention is no tensor
         mask = mask.to(query_BTHD.dtype)
     query = query_BTHD.transpose(1, 2)
     # heads of a single token are rows of one head: they share key and value, which then are read once
@@ -413,7 +459,7 @@ def _attend(
         query, key, given = query_BTHD, key[:, :1], {**given, "is_causal": False}
     else:
         value = value.expand(-1, heads, -1, -1)
-    own = sys.modules[type(module).__module__].eager_attention_forward
+    own = sys.modules[module.home].eager_attention_forward
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, own)
     context, weights = attend(_Caller(module), query, key, value, mask, dropout=rate, scaling=scaling, **given)
     return (context.transpose(1, 2) if as_rows else context).to(dtype), weights
@@ -444,8 +490,37 @@ class _Caller:
 
 def _cache(options: dict[str, Any]) -> Any:
     """The cache of self-attention, if there is one."""
-    cache = options.pop("past_key_values", None)
+    cache = options.get("past_key_values")
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def _begun(module: Any, options: dict[str, Any]) -> Any:
+    """What the cache already holds for this module, if anything."""
+    cache, index = _cache(options), getattr(module, "layer_idx", None)
+    if cache is None or index is None or index >= len(cache.layers):
+        return None
+    layer = cache.layers[index]
+    return layer if layer.is_initialized and layer.values.numel() else None
+
+
+def _write_out(module: nn.Module, spec: AttentionSpec, begun: Any) -> None:
+    """Make of the latents in a cache the keys and values that the module's own forward puts there.
+
+    Raises:
+        ValueError: If the projections are no tensor trains any more.
+    """
+    for name in spec.projections:
+        if not isinstance(layer := _attribute(module, name), TTLinear):
+            raise ValueError(
+                f"past_key_values holds latents of {name}, which has become a {type(layer).__name__}; it needs keys "
+                "and values. Start with an empty cache, for example past_key_values=DynamicCache()."
+            )
+    size, latents = int(getattr(module, spec.head_size)), begun.values.transpose(1, 2).flatten(2)
+    with torch.set_grad_enabled(begun.values.requires_grad), without_autocast(latents):
+        _, (_, right_k, right_v), _ = _halves(module, spec, latents.dtype)
+        begun.values = (latents[..., : len(right_v)] @ right_v).unflatten(2, (-1, size)).transpose(1, 2)
+        if not spec.rotary:
+            begun.keys = (begun.keys[:, 0] @ right_k).unflatten(2, (-1, size)).transpose(1, 2)
 
 
 def _widened(tensor: Tensor, size: int) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from hf_comera.modules.block import Block, layer_refusal, text_digest
-from hf_comera.modules.tt_linear import TTLinear
+from hf_comera.modules.block import Block, is_watched, layer_refusal, text_digest
+from hf_comera.modules.fast_dropout import FastDropout
 from hf_comera.ops import kept_bits
 from hf_comera.ops.precision import autocast_dtype, without_autocast
 from hf_comera.ops.tiled_mlp import HiddenInput, tiled_mlp
@@ -115,8 +115,11 @@ class _Fused(Block):
         function = _found(module, spec.activation)
         if _activation_name(function) is None:
             return f"its activation {_named(function)} is none of {', '.join(sorted(set(ACTIVATION_NAMES)))}"
-        if _is_watched(function):
+        if is_watched(function):
             return "a hook watches its activation"
+        dropout = _found(module, spec.hidden_dropout) if spec.hidden_dropout else None
+        if dropout is not None and (is_watched(dropout) or type(dropout) not in (nn.Dropout, FastDropout)):
+            return f"its hidden dropout is a {type(dropout).__name__}, or a hook watches it"
         return None
 
     def outer_output(self, x: Tensor) -> Tensor:
@@ -154,7 +157,8 @@ class _Fused(Block):
         dropout = _found(self, self.spec.hidden_dropout) if self.spec.hidden_dropout else None
         if dropout is None or not dropout.training or dropout.p == 0:
             return None, 1.0
-        return kept_bits.draw_kept((len(rows), left.shape[1]), dropout.p), kept_bits.kept_share(dropout.p)
+        bits = kept_bits.draw_kept((len(rows), left.shape[1]), dropout.p, rows.device)
+        return bits, kept_bits.kept_share(dropout.p)
 
 
 class TiledMLP(_Fused):
@@ -198,7 +202,7 @@ class TiledLayer(_Fused):
 
     def refusal(self) -> str | None:
         """Why the module's own forward runs, or None if the block does."""
-        if _is_watched(self.intermediate) or _is_watched(self.output):  # type: ignore[attr-defined]
+        if is_watched(self.intermediate) or is_watched(self.output):  # type: ignore[attr-defined]
             return "a hook watches its intermediate or output module"
         return super().refusal()
 
@@ -242,8 +246,3 @@ _NAME_BY_FUNCTION = {nn.functional.gelu: "gelu", nn.functional.relu: "relu", nn.
 
 def _named(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _is_watched(module: Any) -> bool:
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_hf_hook")
-    return "forward" in vars(module) or any(getattr(module, name, None) for name in hooks)

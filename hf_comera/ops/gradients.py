@@ -1,11 +1,12 @@
-"""Gradients of a function of tensors some of which may be the same: each place gets its own, and no more."""
+"""Gradients where an operator has to ask for them itself, and where a transform does."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-__all__ = ["gradients_of"]
+__all__ = ["gradients_of", "is_transformed"]
 
 
 def gradients_of(
@@ -15,7 +16,7 @@ def gradients_of(
     *,
     create_graph: bool,
 ) -> list[Tensor | None]:
-    """Gradients of ``compute(tensors)`` for a gradient of its result.
+    """Gradients of ``compute(tensors)`` for a gradient of its result; of one tensor in two places, one a place.
 
     Args:
         compute: Differentiable; gets stand-ins of the tensors.
@@ -33,3 +34,10 @@ def gradients_of(
     options = {"create_graph": create_graph, "allow_unused": True}
     found = iter(torch.autograd.grad(result, wanted, grad, **options) if wanted else ())
     return [next(found) if alias is not None and alias.requires_grad else None for alias in aliases]
+
+
+def is_transformed() -> bool:
+    """Whether forward-mode derivatives or a transform of ``torch.func`` are under way: these follow plain functions."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or bool(torch._C._are_functorch_transforms_active())

@@ -36,13 +36,18 @@ def kept_share(dropout: float) -> float:
     return 1 - _dropped_levels(dropout) / _LEVELS
 
 
-def draw_kept(shape: Sequence[int], dropout: float) -> Tensor:
-    """What is kept of a tensor of this shape, drawn from torch's generator of the CPU.
+def draw_kept(shape: Sequence[int], dropout: float, device: torch.device | str = "cpu") -> Tensor:
+    """What is kept of a tensor of this shape, drawn from torch's generator of the device.
 
     Shape:
         ``(..., ceil(n / 8))`` for ``(..., n)``, uint8; the lowest bit of a byte comes first.
     """
-    return _draw_kept(list(shape), float(dropout))
+    if torch.device(device).type == "cpu":
+        return _draw_kept(list(shape), float(dropout))
+    *rows, last = shape
+    width = -(-last // 8)
+    kept = torch.empty(prod(rows) * width * 8, dtype=torch.bool, device=device).bernoulli_(kept_share(dropout))
+    return pack_bits(kept).view(*rows, width)
 
 
 @torch.library.custom_op("hf_comera::draw_kept", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))

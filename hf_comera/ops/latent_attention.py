@@ -64,7 +64,7 @@ def output_latent(context: Tensor, right_v: Tensor, left_o: Tensor, head_size: i
             absorbed_HRR = value_HRD @ left_o.unflatten(1, (heads, head_size)).permute(1, 2, 0)
             return context.flatten(2) @ absorbed_HRR.flatten(0, 1)
         context_HND = context.flatten(0, 1).transpose(0, 1) @ value_HRD
-        return (context_HND.transpose(0, 1).flatten(1) @ left_o.T).view(batch, tokens, -1)
+        return (context_HND.transpose(0, 1).flatten(1) @ left_o.T).unflatten(0, (batch, tokens))
 
 
 def _by_head(right: Tensor, head_size: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from hf_comera.ops.cuda import tiled_mlp as kernels
 from hf_comera.ops.cuda.dispatch import register_cuda_kernel
-from hf_comera.ops.gradients import gradients_of
+from hf_comera.ops.gradients import gradients_of, is_transformed
 from hf_comera.ops.kept_bits import kept_factors
 from hf_comera.ops.precision import without_autocast
 
@@ -98,6 +98,8 @@ def tiled_mlp(
         latents ``(T, R)``, left ``(S, H)`` -> ``(T, S)``, in the dtype of ``left``.
     """
     tensors = (*inner, *(gate or (None, None, None)))
+    if torch.compiler.is_exporting() or is_transformed():  # other runtimes and transforms do not know the operator
+        return _whole([*tensors, left], activation, share, bits)
     return _tiled_mlp(*tensors, left, bits, activation, share)
 
 
