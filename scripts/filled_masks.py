@@ -55,7 +55,7 @@ def _hide_name(
 ) -> tuple[dict[str, str], list[int], int] | None:
     """The function, its token ids and the place of a name to hide; None if it has no name that is one token.
 
-    The name must stand in the code at least twice, so that a reader could guess it as well.
+    The name must occur in the code at least twice, so that a reader could guess it as well.
     """
     (ids,) = bimodal_ids([row["docstring"]], [row["code"]], tokenizer, max_seq_length)
     code_start = ids.index(tokenizer.sep_token_id) + 1

@@ -138,7 +138,7 @@ def _raise(kind: type[Exception]) -> Any:
     return stop
 
 
-def stand_in() -> types.ModuleType:
+def pytest_module() -> types.ModuleType:
     """A module in the place of pytest."""
     module = types.ModuleType("pytest")
     module.__dict__.update(
@@ -153,7 +153,7 @@ def stand_in() -> types.ModuleType:
 
 def run(cases: Cases) -> None:
     """All tests of the step; says on stdout what it skipped."""
-    sys.modules["pytest"] = stand_in()
+    sys.modules["pytest"] = pytest_module()
     print("pytest is not installed: tests run one after the other, without it.")
     wants_gpu, word = cases.settings["mark"] == "gpu", cases.settings.get("keyword", "")
     for path in test_files(cases.settings["paths"]):

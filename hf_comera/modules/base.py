@@ -57,7 +57,7 @@ class CompressedLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dense weight, lazily: nothing is built until somebody computes with it."""
-        if torch.compiler.is_compiling():  # the stand-in cannot be traced; an unused dense matrix is dead code there
+        if torch.compiler.is_compiling():  # the proxy cannot be traced; an unused dense matrix is dead code there
             return self.dense()
         return lazy_weight(self)
 

@@ -1,4 +1,4 @@
-"""A stand-in for ``layer.weight``: shape and dtype for free, the dense matrix only when somebody computes with it.
+"""A proxy for ``layer.weight``: shape and dtype for free, the dense matrix only when somebody computes with it.
 
 Model code reads ``layer.weight.dtype`` in forward (T5) and hands ``layer.weight`` to initialisers while it loads; both
 would build the matrix that tensor-train form exists to avoid. Real uses (``F.linear(x, layer.weight)``, indexing,
@@ -54,7 +54,7 @@ class LazyWeight(Tensor):
 
     @staticmethod
     def __new__(cls, module: CompressedLayer, detached: bool = False) -> LazyWeight:
-        """Make the stand-in for ``module.dense()``, or for what ``.data`` of it would be."""
+        """Make the proxy of ``module.dense()``, or for what ``.data`` of it would be."""
         core = module.cores()[0]
         weight = Tensor._make_wrapper_subclass(cls, module.weight_shape(), dtype=core.dtype, device=core.device)
         weight._module, weight._detached = module, detached
@@ -244,4 +244,4 @@ _DEVIATIONS: dict[Any, Callable[..., tuple[float, float]]] = {
     nn.init.uniform_: _of_uniform,
     nn.init.kaiming_uniform_: _of_kaiming,
 }
-"""Initialisers of torch that reach a stand-in as themselves, and the mean and deviation that each asks for."""
+"""Initialisers of torch that reach a proxy as themselves, and the mean and deviation that each asks for."""

@@ -43,7 +43,7 @@ register_optimizer_step_post_hook(note_parameter_edit)
 def can_keep(tensors: list[Tensor]) -> bool:
     """Whether something made from these cores and gates can be kept, and made together with that of other layers.
 
-    Not if one is empty, sharded, a stand-in or traced by a transform, or is itself computed from something else; and
+    Not if one is empty, sharded, a tensor subclass or traced by a transform, or is itself computed from something else; and
     not in compiled code, where the compiler sees plain products.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _is_traced():
@@ -121,7 +121,7 @@ class _Snapshot:
 
 
 def _is_traced() -> bool:
-    """Whether what is computed now is written down for another time, or on stand-ins without values."""
+    """Whether what is computed now is recorded for another time, or on tensors without values."""
     modes = torch._C._TorchDispatchModeKey
     return bool(
         torch._C._get_tracing_state()

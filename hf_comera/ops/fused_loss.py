@@ -203,7 +203,7 @@ def is_recorded(tensor: Tensor) -> bool:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is none of the stand-ins that have a shape alone."""
+    """Whether ``tensor`` has entries: fake and meta tensors have a shape alone."""
     return not tensor.is_meta and type(tensor) in (Tensor, torch.nn.Parameter)
 
 

@@ -241,8 +241,8 @@ def differentiable_gradients(side: Side, index: int, grad: Any) -> list[Any]:
     cores, gates = side.cores[index], side.gates[index]
 
     def half_of(tensors: list[Any]) -> Tensor:
-        stand_ins = zip(tensors, tensors[len(cores) :], strict=False)
-        gated = [(core * gate).to(core.dtype) for core, gate in stand_ins] + tensors[len(gates) : len(cores)]
+        pairs = zip(tensors, tensors[len(cores) :], strict=False)
+        gated = [(core * gate).to(core.dtype) for core, gate in pairs] + tensors[len(gates) : len(cores)]
         return _one_half(gated, side.on_left, side.features).to(side.dtype)
 
     return gradients_of(half_of, [*cores, *gates], grad, create_graph=True)
