@@ -33,7 +33,11 @@ def _step_names() -> dict[tuple[str, ...], str]:
         ("bert-6x768", "128x128"): "six-encoder BERT, 128 x 128 tokens",
         ("bert-24x1024", "16x512"): "BERT of 24 encoders 1024 wide, 16 x 512 tokens",
         ("roberta-12x768", "8x512"): "masked RoBERTa of 12 layers, 8 x 512 tokens",
+        ("roberta-4x768", "8x512"): "masked RoBERTa of 4 layers, 8 x 512 tokens",
+        ("roberta-4x768", "8x128"): "masked RoBERTa of 4 layers, 8 x 128 tokens",
         ("gpt2-12x768", "8x512"): "GPT-2 of 12 layers, 8 x 512 tokens",
+        ("gpt2-6x768", "8x512"): "GPT-2 of 6 layers, 8 x 512 tokens",
+        ("llama-8x1024", "1x2048"): "Llama of 8 layers 1024 wide, 2,048 tokens",
         ("llama-1x4096", "2x2048"): "decoder block 4096 wide, 2 x 2048 tokens",
     }
     settings = (

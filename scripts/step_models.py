@@ -29,14 +29,20 @@ NARROW_DENSE = "narrow dense"
 """A dense model but for its embedding, which is factorized."""
 PAPER, LARGE = "bert-6x768", "bert-24x1024"
 MASKED, CAUSAL, DECODER = "roberta-12x768", "gpt2-12x768", "llama-1x4096"
+SMALL_MASKED, SMALL_CAUSAL, SMALL_ROTARY = "roberta-4x768", "gpt2-6x768", "llama-8x1024"
 TINY_CLASSIFIER, TINY_MASKED, TINY_CAUSAL, TINY_DECODER = "tiny-bert", "tiny-roberta", "tiny-gpt2", "tiny-llama"
-MODELS = (PAPER, LARGE, MASKED, CAUSAL, DECODER)
+MODELS = (PAPER, LARGE, MASKED, SMALL_MASKED, CAUSAL, SMALL_CAUSAL, DECODER, SMALL_ROTARY)
 IGNORED, HIDDEN_SHARE = -100, 0.15  # label of a token that is not asked for; share of those that are, as in BERT
 _LARGE_SIZES = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 _TINY_SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 _TINY_GPT2 = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 120, "n_positions": 64}
 # Of Llama's first model, with few tokens: what is measured is the block, not the head.
-_LLAMA_SIZES = {"num_hidden_layers": 1, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 11008}
+_LLAMA_SIZES = {"vocab_size": 512, "num_hidden_layers": 1, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 11008}
+
+
+# With a vocabulary, whose table is the head's too.
+_SMALL_LLAMA = {"vocab_size": 32000, "num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16}
+_SMALL_LLAMA |= {"intermediate_size": 2816, "tie_word_embeddings": True}
 
 
 class _Case(NamedTuple):
@@ -63,7 +69,7 @@ def _gpt2(**sizes: int) -> Callable[[float], PreTrainedConfig]:
 
 
 def _llama(**sizes: int) -> Callable[[float], PreTrainedConfig]:
-    return lambda _: LlamaConfig(vocab_size=512, use_cache=False, **sizes)
+    return lambda _: LlamaConfig(use_cache=False, **sizes)
 
 
 _CASES = {
@@ -74,7 +80,12 @@ _CASES = {
         lambda: ComeraConfig(rank=64, target_modules=TARGETS),
     ),
     MASKED: _Case(AutoModelForMaskedLM, _roberta(vocab_size=50265), lambda: ComeraConfig(rank=32)),
+    SMALL_MASKED: _Case(
+        AutoModelForMaskedLM, _roberta(vocab_size=50265, num_hidden_layers=4), lambda: ComeraConfig(rank=32)
+    ),
     CAUSAL: _Case(AutoModelForCausalLM, _gpt2(), lambda: ComeraConfig(rank=32)),
+    SMALL_CAUSAL: _Case(AutoModelForCausalLM, _gpt2(n_layer=6), lambda: ComeraConfig(rank=32)),
+    SMALL_ROTARY: _Case(AutoModelForCausalLM, _llama(**_SMALL_LLAMA), lambda: ComeraConfig(rank=32)),
     DECODER: _Case(AutoModelForCausalLM, _llama(**_LLAMA_SIZES), lambda: ComeraConfig(rank=64)),
     # For tests, and for rehearsals of gpu_report.py.
     TINY_CLASSIFIER: _Case(
@@ -82,7 +93,7 @@ _CASES = {
     ),
     TINY_MASKED: _Case(AutoModelForMaskedLM, _roberta(vocab_size=120, **_TINY_SIZES), lambda: ComeraConfig(rank=4)),
     TINY_CAUSAL: _Case(AutoModelForCausalLM, _gpt2(**_TINY_GPT2), lambda: ComeraConfig(rank=4)),
-    TINY_DECODER: _Case(AutoModelForCausalLM, _llama(**_TINY_SIZES), lambda: ComeraConfig(rank=4)),
+    TINY_DECODER: _Case(AutoModelForCausalLM, _llama(vocab_size=512, **_TINY_SIZES), lambda: ComeraConfig(rank=4)),
 }
 
 
