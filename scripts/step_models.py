@@ -37,7 +37,8 @@ _LARGE_SIZES = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_hea
 _TINY_SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 _TINY_GPT2 = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 120, "n_positions": 64}
 # Of Llama's first model, with few tokens: what is measured is the block, not the head.
-_LLAMA_SIZES = {"vocab_size": 512, "num_hidden_layers": 1, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 11008}
+_LLAMA_SIZES = {"num_hidden_layers": 1, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 11008}
+_LLAMA_SIZES |= {"vocab_size": 512}
 
 
 # With a vocabulary, whose table is the head's too.

@@ -94,7 +94,7 @@ def _about_blocks(model: nn.Module) -> Iterator[str]:
     if alone and not refusals:
         others = f" and {len(alone) - 1} others" if len(alone) > 1 else ""
         yield f"Layers that no block serves compute alone: {alone[0]}{others}."
-    caching = [block for block in blocks if isinstance(block, LatentAttention) and block.is_causal]
+    caching = [block for block in blocks if isinstance(block, LatentAttention) and getattr(block, "is_causal", False)]
     if caching and not any(block.refusal() for block in caching):
         latents, wide = (sum(numbers) for numbers in zip(*(each.cached_numbers() for each in caching), strict=True))
         yield f"In generation {len(caching)} attention layers cache {latents:,} numbers a token instead of {wide:,}."

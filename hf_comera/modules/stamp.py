@@ -43,8 +43,8 @@ register_optimizer_step_post_hook(note_parameter_edit)
 def can_keep(tensors: list[Tensor]) -> bool:
     """Whether something made from these cores and gates can be kept, and made together with that of other layers.
 
-    Not if one is empty, sharded, a tensor subclass or traced by a transform, or is itself computed from something else; and
-    not in compiled code, where the compiler sees plain products.
+    Not if one is empty, sharded, a tensor subclass or traced by a transform, or is itself computed from something
+    else; and not in compiled code, where the compiler sees plain products.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _is_traced():
         return False

@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 
 from hf_comera.modules.block import Block, is_watched, layer_refusal, text_digest
 from hf_comera.modules.fast_dropout import FastDropout
+from hf_comera.modules.tt_linear import TTLinear
 from hf_comera.ops import kept_bits
 from hf_comera.ops.precision import autocast_dtype, without_autocast
 from hf_comera.ops.tiled_mlp import HiddenInput, tiled_mlp

@@ -95,16 +95,7 @@ def _dropped_attention(
 
 
 @_dropped_attention.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bits: Tensor,
-    mask: Tensor | None,
-    share: float,
-    is_causal: bool,
-    scale: float,
-) -> Tensor:
+def _(query: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
@@ -129,18 +120,7 @@ def _dropped_attention_backward(
 
 
 @_dropped_attention_backward.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bits: Tensor,
-    mask: Tensor | None,
-    context: Tensor,
-    share: float,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 

@@ -37,7 +37,7 @@ def gradients_of(
 
 
 def is_transformed() -> bool:
-    """Whether forward-mode derivatives or a transform of ``torch.func`` are under way: these follow plain functions."""
+    """Whether forward-mode derivatives or a transform of ``torch.func`` follow plain functions."""
     if torch.compiler.is_compiling():
         return False
     return forward_ad._current_level >= 0 or bool(torch._C._are_functorch_transforms_active())

@@ -130,18 +130,8 @@ def _tiled_mlp(
 
 
 @_tiled_mlp.register_fake
-def _(
-    latent: Tensor,
-    right: Tensor,
-    bias: Tensor | None,
-    gate_latent: Tensor | None,
-    gate_right: Tensor | None,
-    gate_bias: Tensor | None,
-    left: Tensor,
-    bits: Tensor | None,
-    activation: str,
-    share: float,
-) -> Tensor:
+def _(latent: Tensor, *others: Any) -> Tensor:
+    left: Tensor = others[5]
     return left.new_empty(latent.shape[0], left.shape[0])
 
 
@@ -187,21 +177,9 @@ def _tiled_mlp_backward(
 
 
 @_tiled_mlp_backward.register_fake
-def _(
-    grad: Tensor,
-    latent: Tensor,
-    right: Tensor,
-    bias: Tensor | None,
-    gate_latent: Tensor | None,
-    gate_right: Tensor | None,
-    gate_bias: Tensor | None,
-    left: Tensor,
-    bits: Tensor | None,
-    activation: str,
-    share: float,
-) -> list[Tensor]:
-    tensors = (latent, right, bias, gate_latent, gate_right, gate_bias, left)
-    return [left.new_empty(0) if tensor is None else torch.empty_like(tensor) for tensor in tensors]
+def _(grad: Tensor, *arguments: Any) -> list[Tensor]:
+    *maps, left = arguments[:7]
+    return [left.new_empty(0) if tensor is None else torch.empty_like(tensor) for tensor in (*maps, left)]
 
 
 def _by_kernel(*arguments: Any) -> Tensor:

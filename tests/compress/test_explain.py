@@ -12,7 +12,6 @@ from hf_comera import ComeraConfig, explain, get_comera_model
 from hf_comera.compress.explain import WIDTH
 from hf_comera.modules import TTLinear, TTMEmbedding
 from hf_comera.modules.fast_dropout import FastDropout
-from hf_comera.ops.cuda import dispatch, switch
 from hf_comera.tt.planner import RULE
 from tests.architectures import ARCHITECTURES, SIZES, WORDS
 
