@@ -95,8 +95,9 @@ def _about_blocks(model: nn.Module) -> Iterator[str]:
         others = f" and {len(alone) - 1} others" if len(alone) > 1 else ""
         yield f"Layers that no block serves compute alone: {alone[0]}{others}."
     caching = [block for block in blocks if isinstance(block, LatentAttention) and getattr(block, "is_causal", False)]
-    if caching and not any(block.refusal() for block in caching):
-        latents, wide = (sum(numbers) for numbers in zip(*(each.cached_numbers() for each in caching), strict=True))
+    if caching and not any(title == LatentAttention.title for title, _ in refusals):
+        numbers: list[tuple[int, int]] = [block.cached_numbers() for block in caching]
+        latents, wide = map(sum, zip(*numbers, strict=True))
         yield f"In generation {len(caching)} attention layers cache {latents:,} numbers a token instead of {wide:,}."
     if fused:
         yield "Layers in a block never write their output, or only a part of it: they take less than the table counts."
