@@ -96,7 +96,7 @@ def _about_blocks(model: nn.Module) -> Iterator[str]:
         yield f"Layers that no block serves compute alone: {alone[0]}{others}."
     caching = [block for block in blocks if isinstance(block, LatentAttention) and getattr(block, "is_causal", False)]
     if caching and not any(title == LatentAttention.title for title, _ in refusals):
-        numbers: list[tuple[int, int]] = [block.cached_numbers() for block in caching]
+        numbers: list[tuple[int, int]] = [LatentAttention.cached_numbers(block) for block in caching]
         latents, wide = map(sum, zip(*numbers, strict=True))
         yield f"In generation {len(caching)} attention layers cache {latents:,} numbers a token instead of {wide:,}."
     if fused:
