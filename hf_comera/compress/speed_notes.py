@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -94,9 +94,10 @@ def _about_blocks(model: nn.Module) -> Iterator[str]:
     if alone and not refusals:
         others = f" and {len(alone) - 1} others" if len(alone) > 1 else ""
         yield f"Layers that no block serves compute alone: {alone[0]}{others}."
-    caching = [block for block in blocks if isinstance(block, LatentAttention) and getattr(block, "is_causal", False)]
+    attentions: list[Any] = [block for block in blocks if isinstance(block, LatentAttention)]
+    caching = [block for block in attentions if getattr(block, "is_causal", False)]
     if caching and not any(title == LatentAttention.title for title, _ in refusals):
-        numbers: list[tuple[int, int]] = [LatentAttention.cached_numbers(block) for block in caching]
+        numbers = [block.cached_numbers() for block in caching]
         latents, wide = map(sum, zip(*numbers, strict=True))
         yield f"In generation {len(caching)} attention layers cache {latents:,} numbers a token instead of {wide:,}."
     if fused:
