@@ -56,7 +56,6 @@ FORWARDS = {
     "89aec9507263056f": MLPSpec("up_proj", "down_proj", "act_fn"),  # Arcee, Nemotron, DINOv3
     "e772fea7578d3f76": MLPSpec("lin1", "lin2", "act"),  # SAM
     "7257149f3f9854ce": MLPSpec("dense_h_to_4h", "dense_4h_to_h", "act"),  # GPT-NeoX
-    "7296f32b5bff061a": MLPSpec("dense_h_to_4h", "dense_4h_to_h", "act"),  # Falcon
     "6365dadba5691278": MLPSpec("c_fc", "c_proj", "act", output_dropout="dropout"),  # GPT-2
     "2698a90bb1627803": MLPSpec("fc_in", "fc_out", "act", output_dropout="dropout"),  # GPT-J
     "05e8bbfc91805495": MLPSpec(  # wav2vec 2.0, HuBERT
