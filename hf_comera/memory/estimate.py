@@ -5,6 +5,9 @@ A training step is carried out on tensors that have sizes but no entries, with t
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +22,6 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_comera.memory.attach import activation_policy, set_activation_policy
-from hf_comera.memory.example_batch import example_batch
-from hf_comera.memory.fake_copy import fake_copy
-from hf_comera.memory.live_bytes import LiveBytes
 from hf_comera.memory.policy import NAMED_POLICIES, ActivationPolicy, as_policy
 from hf_comera.memory.saved_bytes import SavedBytes
 from hf_comera.modules.halves_bank import core_copies
@@ -29,7 +29,9 @@ from hf_comera.modules.tt_linear import TTLinear
 from hf_comera.ops.cuda.dispatch import kernels_serve
 from hf_comera.ops.precision import chain_dtype
 
-__all__ = ["MemoryEstimate", "PolicyMemory", "activation_bytes_by_megatron", "estimate_memory"]
+__all__ = ["MemoryEstimate", "PolicyMemory", "activation_bytes_by_megatron", "estimate_memory", "example_batch"]
+
+_ONE_LABEL_A_ROW = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +79,7 @@ class MemoryEstimate:
         Raises:
             ImportError: If matplotlib is not installed.
         """
-        from hf_comera.memory.estimate_picture import draw
-
-        return draw(self, Path(path))
+        return _draw(self, Path(path))
 
 
 def estimate_memory(
@@ -158,6 +158,44 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, autocast: 
         )
 
 
+def example_batch(model: PreTrainedModel, batch_size: int, seq_len: int) -> dict[str, Tensor]:
+    """Zeros for the inputs and labels of ``model``.
+
+    Args:
+        model: A model with a loss: its forward takes ``labels``.
+        batch_size: Rows.
+        seq_len: Tokens a row, for encoder and decoder; models of images take the size from their config.
+
+    Raises:
+        ValueError: If a size is not positive or more than the model takes, the model takes neither tokens nor
+            pixels, or no labels.
+    """
+    for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}={size!r} is not a positive integer. Use at least 1.")
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if model.main_input_name == "input_ids" and longest is not None and seq_len > longest:
+        raise ValueError(
+            f"seq_len={seq_len} is more than the {longest} positions of this {type(model).__name__}. Use at most that."
+        )
+    rows = (batch_size, seq_len)
+    takes = inspect.signature(type(model).forward).parameters
+    if "labels" not in takes or model.main_input_name not in ("input_ids", "pixel_values"):
+        raise ValueError(
+            f"{type(model).__name__} takes {model.main_input_name!r}"
+            f"{'' if 'labels' in takes else ' and no labels'}, and it is not known what a batch of it looks like. "
+            "Pass one: estimate_memory(model, inputs={...}) with tensors from which it computes a loss."
+        )
+    batch = {"input_ids": torch.zeros(rows, dtype=torch.long)}
+    if model.main_input_name == "pixel_values":
+        side = model.config.image_size
+        sides = (side, side) if isinstance(side, int) else tuple(side)
+        batch = {"pixel_values": torch.zeros(batch_size, getattr(model.config, "num_channels", 3), *sides)}
+    one_a_row = type(model).__name__.endswith(_ONE_LABEL_A_ROW)
+    batch["labels"] = torch.zeros(rows[:1] if one_a_row else rows, dtype=torch.long)
+    return batch
+
+
 class _FakeStep:
     """Training steps of a fake copy."""
 
@@ -170,7 +208,7 @@ class _FakeStep:
         autocast: torch.dtype | None,
     ) -> None:
         device = next(model.parameters()).device
-        self.model, self.optimizer = fake_copy(model, optimizer, mode)
+        self.model, self.optimizer = _fake_copy(model, optimizer, mode)
         self.model.train()
         tensors = {name: item for name, item in batch.items() if isinstance(item, Tensor)}
         self.batch = {name: mode.from_tensor(item.to(device), static_shapes=True) for name, item in tensors.items()}
@@ -196,14 +234,13 @@ class _FakeStep:
     def measure(self, policy: ActivationPolicy | None) -> PolicyMemory:
         """A step under ``policy``."""
         set_activation_policy(self.model, policy)
-        live = LiveBytes()
-        with live:
-            with SavedBytes(self.model.parameters()) as saved:
-                loss = self.loss()
+        with SavedBytes() as live:
+            loss = self.loss()
+            saved = live.now
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-        activations, peak = (found + self.core_copies for found in (saved.total, live.peak))
+        activations, peak = (found + self.core_copies for found in (saved, live.peak))
         return PolicyMemory(activations=activations, peak=self.weights + self.optimizer_bytes() + peak)
 
     def optimizer_bytes(self) -> int:
@@ -227,3 +264,57 @@ def _core_copies(model: nn.Module) -> int:
 def _num_bytes(tensors: Sequence[Tensor]) -> int:
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
+
+
+def _fake_copy(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mode: FakeTensorMode
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """``model`` and ``optimizer`` with tensors of ``mode`` in place of theirs; the optimizer's state starts empty.
+
+    A fused optimizer becomes one that works through its parameters in turn, which needs as little memory.
+    """
+    memo: dict[int, Any] = {id(optimizer.state): defaultdict(dict)}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        memo[id(tensor)] = _fake(tensor, mode)
+    fake_model, fake_optimizer = copy.deepcopy((model, optimizer), memo)
+    for group in fake_optimizer.param_groups:
+        if group.get("fused"):
+            group.update(fused=False, foreach=False)
+    return fake_model, fake_optimizer
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    fake = mode.from_tensor(tensor.detach(), static_shapes=True)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
+
+
+def _draw(estimate: MemoryEstimate, path: Path) -> Path:
+    """Write the picture of ``estimate`` to ``path``: a bar of parts for each policy, and a mark at the peak."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('MemoryEstimate.plot needs matplotlib: pip install "hf_comera[plots]".') from error
+    names = list(estimate.policies)
+    figure = Figure(figsize=(8, 0.6 * len(names) + 1.6), layout="constrained")
+    axes = figure.subplots()
+    parts = {
+        "weights": [estimate.weights] * len(names),
+        "gradients": [estimate.gradients] * len(names),
+        "optimizer": [estimate.optimizer] * len(names),
+        "activations": [policy.activations for policy in estimate.policies.values()],
+    }
+    ends = [0.0] * len(names)
+    for label, sizes in parts.items():
+        widths = [size / 1e6 for size in sizes]
+        axes.barh(names, widths, left=ends, label=label)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    peaks = [policy.peak / 1e6 for policy in estimate.policies.values()]
+    axes.plot(peaks, names, "k|", markersize=16, markeredgewidth=2, label="peak")
+    axes.invert_yaxis()
+    axes.set_xlabel("MB")
+    axes.set_title(f"Training step, estimated: {estimate.batch}", fontsize=10)
+    axes.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.25), frameon=False)
+    figure.savefig(path, dpi=150)
+    return path

@@ -2,87 +2,75 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["NAMED_POLICIES", "ActivationPolicy", "as_policy"]
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "products": ("rebuild", "keep"),
-    "functions": ("rebuild", "keep"),
-    "norms": ("rebuild", "keep"),
-    "sums": ("rebuild", "keep"),
-    "attention": ("recompute", "scores", "keep"),
-    "dropout": ("bits", "keep"),
-    "rest": ("keep", "fp8"),
+_REPLACED = {
+    **dict.fromkeys(("products", "functions", "norms", "sums", "scores", "depth"), "recompute=True or False"),
+    "dropout": "recompute=True or False; masks are always drawn again or kept in bits",
+    "rest": "storage='keep' or 'fp8'",
 }
+"""Settings of former versions, and what to say now."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationPolicy:
-    """Choices for each kind of tensor that autograd wants to keep from forward to backward.
+    """What each layer of a model keeps from forward to backward.
 
     Args:
-        products: ``"rebuild"`` what a thin product gives from its code: the outputs of tensor trains (query, key,
-            value, the FFN before its activation) and of LoRA's second factor. A product is thin if its inner size is
-            less than a quarter of its output's.
-        functions: ``"rebuild"`` what entry-by-entry functions, gated products, casts and softmax give, from what they
-            took in.
-        norms: ``"rebuild"`` what layer and RMS norms give.
-        sums: ``"rebuild"`` residual sums.
-        attention: ``"scores"``: core attention is computed again where its scores would be stored (the eager form, and
-            SDPA without a fused kernel, as with dropout on a CPU). ``"recompute"``: its output too, in all forms.
-        dropout: ``"bits"`` keeps one bit an entry of each mask.
-        rest: What cannot or shall not be rebuilt: ``"keep"`` it, or store it in ``"fp8"``.
-        depth: Longest chain of tensors that are rebuilt one from another; the next one is kept. Deeper keeps less
-            from forward to backward, and needs more of it at once in backward.
-        min_bytes: Smaller tensors are kept as they are.
+        recompute: Keep the layer's input, outputs of matrix products, of fused attention and of fused feed-forward
+            blocks; compute the rest again in backward: norms, activations, dropout, sums, and what thin latents give.
+        attention: ``"keep"`` what fused attention gives, or ``"recompute"`` it too, in a layer that is recomputed.
+        storage: ``"fp8"`` stores in FP8 what is large: all activations of a layer that is not recomputed, and the
+            input of one that is.
+        min_bytes: Smaller tensors are not stored in FP8.
 
     Raises:
-        ValueError: If a choice is unknown, or a number is out of range.
+        TypeError: If a setting is unknown or of a former version; the message says what to use.
+        ValueError: If a choice is unknown, a number is out of range, or two settings contradict each other.
 
     Source:
         Selective recomputation: Korthikanti et al., arXiv:2205.05198. FP8 activations: COAT, arXiv:2410.19313.
-        Rebuilding from codes is ours.
     """
 
-    products: str = "rebuild"
-    functions: str = "rebuild"
-    norms: str = "rebuild"
-    sums: str = "rebuild"
-    attention: str = "scores"
-    dropout: str = "bits"
-    rest: str = "keep"
-    depth: int = 6
+    recompute: bool = True
+    attention: str = "keep"
+    storage: str = "keep"
     min_bytes: int = 65536
 
+    def __new__(cls, **settings: Any) -> ActivationPolicy:
+        """An instance whose settings are not yet set."""
+        for name in settings:
+            if name in _REPLACED:
+                raise TypeError(
+                    f"{name}={settings[name]!r} of ActivationPolicy is no longer a setting. Use {_REPLACED[name]}."
+                )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
+        if not isinstance(self.recompute, bool):
+            raise ValueError(f"recompute={self.recompute!r} of ActivationPolicy must be True or False.")
+        for name, choices in (("attention", ("keep", "recompute")), ("storage", ("keep", "fp8"))):
             if getattr(self, name) not in choices:
-                allowed = ", ".join(map(repr, choices))
-                raise ValueError(f"{name}={getattr(self, name)!r} of ActivationPolicy must be one of {allowed}.")
-        for name in ("depth", "min_bytes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                default = next(field.default for field in fields(self) if field.name == name)
-                raise ValueError(f"{name}={value!r} of ActivationPolicy must be an integer >= 0, such as {default}.")
+                allowed = " or ".join(map(repr, choices))
+                raise ValueError(f"{name}={getattr(self, name)!r} of ActivationPolicy must be {allowed}.")
+        if isinstance(self.min_bytes, bool) or not isinstance(self.min_bytes, int) or self.min_bytes < 0:
+            raise ValueError(
+                f"min_bytes={self.min_bytes!r} of ActivationPolicy must be an integer >= 0, such as 65536."
+            )
+        if self.attention == "recompute" and not self.recompute:
+            raise ValueError(
+                "attention='recompute' of ActivationPolicy needs recompute=True: without it nothing is computed again."
+            )
 
-    def rebuilds(self, kind: str) -> bool:
-        """Whether tensors of this kind, a name of ``call_kinds``, are computed again in backward."""
-        if kind == "attention":
-            return self.attention == "recompute"
-        if kind == "scores":
-            return self.attention != "keep"
-        return kind == "dropout" or getattr(self, kind) == "rebuild"
-
-
-_NOTHING: dict[str, Any] = dict.fromkeys(("products", "functions", "norms", "sums", "attention"), "keep")
 
 NAMED_POLICIES = {
-    "keep": ActivationPolicy(**_NOTHING, dropout="keep"),
+    "keep": ActivationPolicy(recompute=False),
     "rank": ActivationPolicy(),
-    "rank+fp8": ActivationPolicy(rest="fp8"),
-    "fp8": ActivationPolicy(**_NOTHING, rest="fp8"),
+    "rank+fp8": ActivationPolicy(attention="recompute", storage="fp8"),
+    "fp8": ActivationPolicy(recompute=False, storage="fp8"),
 }
 
 

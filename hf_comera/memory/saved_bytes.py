@@ -1,28 +1,24 @@
-"""Count the bytes that autograd keeps from forward to backward, with and without a policy."""
+"""Count the bytes that a forward pass leaves alive, and the most that are alive at a time."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from hf_comera.memory.lineage import is_plain
-from hf_comera.memory.session import Session
-from hf_comera.memory.sources import Saved, Whole
-from hf_comera.ops.kept_aside import hear_of_kept, stop_hearing
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["SavedBytes"]
 
 
-class SavedBytes:
-    """Context in which what autograd saves is counted; each storage once.
+class SavedBytes(TorchDispatchMode):
+    """Context in which the storages that operations allocate are counted for as long as they are alive; each once.
 
-    It counts what is still kept when the context is left; of tensors that are more than a storage, their entries. What
-    halves keep for their own backward is counted where they are built within.
+    Of a forward pass those are left that autograd saves for backward, and the results that are still held.
+    Inputs and parameters were there before and are not counted. Compiled code runs uncompiled within.
 
     ::
 
@@ -31,69 +27,52 @@ class SavedBytes:
         print(saved.total)
 
     Args:
-        parameters: Tensors that are there anyway and not counted.
+        parameters: Tensors that are not counted although they may be made within.
     """
 
     def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
+        super().__init__()
         self._uncounted = {tensor.untyped_storage()._cdata for tensor in parameters}
-        self._saved: weakref.WeakSet[Whole] = weakref.WeakSet()
-        self._kept_aside: list[weakref.ref[Tensor]] = []
-        self._sessions: list[Session] = []
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, Saved.tensor)
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        self.now = 0
+        """Bytes that are alive."""
+        self.peak = 0
+        """The most that were alive at a time since the context was entered."""
         self.total = 0
-        """Bytes, once the context has been left."""
+        """Bytes that were alive when the context was left."""
 
     def __enter__(self) -> SavedBytes:
-        _present().append(self)
-        self._hooks.__enter__()
-        hear_of_kept(self._note_kept_aside)
+        self._storages, self.now, self.peak, self.total = {}, 0, 0, 0
+        super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        stop_hearing(self._note_kept_aside)
-        self._hooks.__exit__(*exception)
-        _present().remove(self)
-        found: dict[int, int] = {}
-        kept_aside = [tensor for reference in self._kept_aside if (tensor := reference()) is not None]
-        sources = [source for session in self._sessions for source in session.claims.sources]
-        for item in [*self._saved, *kept_aside, *sources]:
-            self._count(item, found)
-        self.total = sum(found.values())
-        self._sessions, self._kept_aside = [], []
+        super().__exit__(*exception)
+        self.total = self.now
 
-    @staticmethod
-    def add(session: Session) -> None:
-        """Count what ``session`` saves, wherever it is being counted."""
-        for counter in _present():
-            counter._sessions.append(session)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Make the call, and count what it allocates."""
+        given = {item.untyped_storage()._cdata for item in tree_leaves((args, kwargs)) if _has_storage(item)}
+        result = func(*args, **(kwargs or {}))
+        for item in tree_leaves(result):
+            if _has_storage(item) and item.untyped_storage()._cdata not in given:
+                self._count(item)
+        return result
 
-    def _note_kept_aside(self, tensors: Iterable[Tensor]) -> None:
-        self._kept_aside += [weakref.ref(tensor) for tensor in tensors]
+    def _count(self, tensor: Tensor) -> None:
+        storage, storages = tensor.untyped_storage(), self._storages
+        key, size = storage._cdata, storage.nbytes()
+        if key in storages or key in self._uncounted:
+            return
+        storages[key] = weakref.ref(storage, lambda _: self._let_go(storages, key, size))
+        self.now += size
+        self.peak = max(self.peak, self.now)
 
-    def _note(self, tensor: Tensor) -> Saved:
-        source = Whole(tensor)
-        self._saved.add(source)
-        return Saved(source, None)
-
-    def _count(self, item: Any, found: dict[int, int]) -> None:
-        if isinstance(item, Tensor) and is_plain(item):
-            storage = item.untyped_storage()
-            if storage._cdata not in self._uncounted:
-                found[storage._cdata] = storage.nbytes()
-        elif isinstance(item, Tensor):
-            found[id(item)] = item.numel() * item.itemsize
-        elif hasattr(item, "nbytes"):
-            found[id(item)] = item.nbytes
-        else:
-            for part in item.memory:
-                self._count(part, found)
+    def _let_go(self, storages: dict[int, Any], key: int, size: int) -> None:
+        del storages[key]
+        if storages is self._storages:
+            self.now -= size
 
 
-_local = threading.local()
-
-
-def _present() -> list[SavedBytes]:
-    if not hasattr(_local, "present"):
-        _local.present = []
-    present: list[SavedBytes] = _local.present
-    return present
+def _has_storage(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.layout == torch.strided

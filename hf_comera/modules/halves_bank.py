@@ -25,6 +25,7 @@ from hf_comera.modules.stamp import Stamp, can_keep, note_parameter_edit
 from hf_comera.ops.halves import Side
 from hf_comera.ops.model_halves import model_halves
 from hf_comera.ops.precision import chain_dtype, without_autocast
+from hf_comera.ops.selective import outside_of_selection
 
 if TYPE_CHECKING:
     from hf_comera.modules.tt_linear import TTLinear
@@ -62,7 +63,7 @@ class HalvesBank:
         """What the halves of ``layer`` multiply to, ``(out, in)``, without a gradient; kept like them."""
         entry = self._entry(layer, dtype)
         if entry.dense is None:
-            with without_autocast(layer.core_0):
+            with outside_of_selection(), without_autocast(layer.core_0):
                 entry.dense = entry.right.T @ entry.left
         return entry.dense
 
@@ -71,7 +72,7 @@ class HalvesBank:
         entry = self._entries.get(layer)
         if entry is not None and entry.holds(layer.train_parameters(), dtype):
             return entry
-        with without_autocast(layer.core_0):
+        with outside_of_selection(), without_autocast(layer.core_0):
             return self._build(layer, dtype)
 
     def drop(self, layer: TTLinear) -> None:

@@ -362,7 +362,8 @@ def _rotary_attention(
     def attend(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
         pairs = [_Projection(*tensors[:2]), _Projection(*tensors[2:4])]
         query, key = _rotated(module, spec, pairs, rotations)
-        return _attend_rotated(module, spec, query, key, tensors[4], options)
+        # a copy: what is taken out of it is needed again in backward
+        return _attend_rotated(module, spec, query, key, tensors[4], dict(options))
 
     tensors = (*projections[0], *projections[1], value_BSR)
     if not rebuilds:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hf_comera.ops.selective import outside_of_selection
+
 __all__ = ["Kept", "Stamp", "can_keep", "note_parameter_edit"]
 
 T = TypeVar("T")
@@ -145,7 +147,8 @@ class Kept:
         """What ``make`` gives for ``tensors``."""
         stamped = self._stamped  # another thread may drop it meanwhile
         if stamped is None or not stamped[0].fits(tensors):
-            self._stamped = stamped = (Stamp.of(tensors), make())
+            with outside_of_selection():
+                self._stamped = stamped = (Stamp.of(tensors), make())
         return stamped[1]
 
     def drop(self) -> None:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_comera.ops.kept_aside import tell_kept
 from hf_comera.ops.precision import autocast_input, without_autocast
 
 __all__ = ["IGNORED", "fixed_shapes", "has_values", "head_cross_entropy", "is_recorded"]
@@ -168,7 +167,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
     ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
     # not saved through autograd, where a policy could round them; and detached, since they are outputs of this node
     ctx.gradients = [gradient.detach() for gradient in output[1:]]
-    tell_kept(ctx.gradients)
 
 
 @once_differentiable

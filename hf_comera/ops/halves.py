@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_comera.ops.gradients import gradients_of
-from hf_comera.ops.kept_aside import tell_kept
 from hf_comera.ops.precision import chain_dtype
 from hf_comera.tt.cores import contract_left, contract_left_backward, contract_right, contract_right_backward
 from hf_comera.tt.ragged import RaggedStacks
@@ -182,7 +180,6 @@ class _StackedHalves(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.side = side
         halves, ctx.products = multiply_stacked(side)
-        tell_kept(chain.from_iterable(ctx.products))
         return halves
 
     @staticmethod

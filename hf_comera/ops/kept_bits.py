@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 
 from hf_comera.ops.bit_mask import decode_bits, pack_bits
 
@@ -37,34 +36,37 @@ def kept_share(dropout: float) -> float:
 
 
 def draw_kept(shape: Sequence[int], dropout: float, device: torch.device | str = "cpu") -> Tensor:
-    """What is kept of a tensor of this shape, drawn from torch's generator of the device.
+    """What is kept of a tensor of this shape; drawn by torch's generator of the device, on a CPU from a seed of it.
 
     Shape:
         ``(..., ceil(n / 8))`` for ``(..., n)``, uint8; the lowest bit of a byte comes first.
     """
     if torch.device(device).type == "cpu":
-        return _draw_kept(list(shape), float(dropout))
+        # the bits follow from the seed: whoever computes again may draw the seed alone, and has kept the bits
+        return _draw_kept(torch.randint(2**63 - 1, (), device="cpu"), list(shape), float(dropout))
     *rows, last = shape
     width = -(-last // 8)
-    kept = torch.empty(prod(rows) * width * 8, dtype=torch.bool, device=device).bernoulli_(kept_share(dropout))
-    return pack_bits(kept).view(*rows, width)
+    places = torch.empty(prod(rows) * width * 8, dtype=torch.bool, device=device)
+    return pack_bits(torch.bernoulli(places, kept_share(dropout))).view(*rows, width)
 
 
-@torch.library.custom_op("hf_comera::draw_kept", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def _draw_kept(shape: Sequence[int], dropout: float) -> Tensor:
+@torch.library.custom_op("hf_comera::draw_kept", mutates_args=())
+def _draw_kept(seed: Tensor, shape: Sequence[int], dropout: float) -> Tensor:
+    generator = torch.Generator().manual_seed(int(seed))
     *rows, last = shape
     width = -(-last // 8)
     bits = torch.empty(prod(rows) * width, dtype=torch.uint8, device="cpu")
     threshold = _dropped_levels(dropout) - _LEVELS // 2
     for start in range(0, len(bits), _CHUNK_BYTES):
         part = bits[start : start + _CHUNK_BYTES]
-        words = torch.empty(2 * len(part), dtype=torch.int64, device="cpu").random_(-(2**63), None)
+        words = torch.empty(2 * len(part), dtype=torch.int64, device="cpu")
+        words.random_(-(2**63), None, generator=generator)
         part.copy_(pack_bits(words.view(torch.int16) >= threshold))
     return bits.view(*rows, width)
 
 
 @_draw_kept.register_fake
-def _(shape: Sequence[int], dropout: float) -> Tensor:
+def _(seed: Tensor, shape: Sequence[int], dropout: float) -> Tensor:
     return torch.empty(*shape[:-1], -(-shape[-1] // 8), dtype=torch.uint8, device="cpu")
 
 
@@ -83,8 +85,6 @@ def drop(x: Tensor, bits: Tensor, share: float) -> Tensor:
     Shape:
         x of n entries, bits ``(ceil(n / 8),)`` -> as x, in its dtype.
     """
-    if has_torch_function((x, bits)):  # whoever watches calls sees one
-        return handle_torch_function(drop, (x, bits), x, bits, share)
     return _Drop.apply(x, bits, share)
 
 

@@ -1,20 +1,29 @@
-"""A forward and a backward under a policy, with all they give; and the policies that they are compared under."""
+"""A forward and a backward under a policy, with all they give; and the models and policies that are compared."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from hf_comera import ComeraConfig, get_comera_model
 from hf_comera.memory import ActivationPolicy, SavedBytes, set_activation_policy
+from hf_comera.modules.stamp import note_parameter_edit
 
-EXACT = {
-    "scores": ActivationPolicy(min_bytes=0),
-    "recompute": ActivationPolicy(min_bytes=0, attention="recompute"),
+EXACT = {"rank": ActivationPolicy(), "recompute": ActivationPolicy(attention="recompute")}
+"""Policies whose gradients are those without a policy, to the last bit."""
+ROUNDED = {
+    "rank+fp8": ActivationPolicy(attention="recompute", storage="fp8", min_bytes=0),
+    "rank+fp8, attention kept": ActivationPolicy(storage="fp8", min_bytes=0),
+    "fp8": ActivationPolicy(recompute=False, storage="fp8", min_bytes=0),
 }
-"""Policies whose gradients are those without a policy, to the last bit; of tensors of any size."""
-RANK = EXACT["scores"]
+"""Policies that round what they keep; of tensors of any size."""
+
+RATES = (
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "attn_pdrop", "embd_pdrop"),
+    *("dropout", "attention_dropout", "activation_dropout", "dropout_rate"),
+)
 
 
 class Run(NamedTuple):
@@ -25,44 +34,40 @@ class Run(NamedTuple):
     saved_bytes: int
 
 
-class Of(nn.Module):
-    """A module that computes ``function(module, x)`` with a few parameters."""
-
-    def __init__(self, function: Callable[..., Tensor], features: int = 8) -> None:
-        super().__init__()
-        self.function = function
-        self.first, self.second = nn.Linear(features, features), nn.Linear(features, features)
-        self.norm = nn.LayerNorm(features)
-        self.register_buffer("scale", torch.linspace(0.5, 2, features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
+def model_of(architecture, is_compressed, dropout, attention="sdpa", **settings):
+    """A model in training mode whose dropout has this rate everywhere."""
+    config = architecture.new_config()
+    config.update({rate: dropout for rate in RATES if hasattr(config, rate)})
+    config.update({"use_cache": False} | settings)  # layers with a policy take no cache
+    config._attn_implementation = attention
+    if is_compressed:
+        return get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=config).train()
+    return architecture.auto_class.from_config(config).train()
 
 
-def scalar_of(output) -> Tensor:
-    """A loss of what a model returns."""
-    return (output if isinstance(output, Tensor) else output[0]).float().square().mean()
-
-
-def run(model, inputs, policy, *, loss_of=scalar_of, autocast=False, set_policy=set_activation_policy) -> Run:
+def run(model, inputs, policy, *, autocast=False, set_policy=set_activation_policy) -> Run:
     """Forward and backward with the same random numbers each time; also the gradients of inputs that have one."""
     set_policy(model, policy)
     model.zero_grad()
+    note_parameter_edit()  # halves are built anew
     torch.manual_seed(3)
     for value in inputs.values():
         value.grad = None
     with SavedBytes(model.parameters()) as saved, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = loss_of(model(**inputs))
+        loss = model(**inputs).loss
     loss.backward()
     named = [*model.named_parameters(), *inputs.items()]
     gradients = {name: None if tensor.grad is None else tensor.grad.clone() for name, tensor in named}
-    assert stacks() == (0, None)
+    assert_nothing_left()
     return Run(loss.detach(), gradients, saved.total)
 
 
-def stacks() -> tuple[int, object]:
-    """Torch function modes on the stack, and the topmost saved-tensor hooks."""
-    return len(_get_current_function_mode_stack()), torch._C._autograd._top_saved_tensors_default_hooks(True)
+def assert_nothing_left():
+    """No modes, no saved-tensor hooks, autocast as it was."""
+    assert not _get_current_function_mode_stack()
+    assert not _get_current_dispatch_mode_stack()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert torch.is_autocast_cache_enabled()
 
 
 def assert_same(found: Run, expected: Run) -> None:

@@ -73,18 +73,17 @@ def test_saves_bits_only():
     assert saved == [4 * 64 // 8]
 
 
-def test_whoever_watches_calls_sees_one():
-    x, seen = torch.randn(4, 6), []
-    bits = draw_kept((x.numel(),), 0.5)
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
-        drop(x, bits, 0.5)
-    assert seen == [drop]
+def test_bits_follow_from_a_seed_that_is_drawn():
+    """So selective checkpointing may keep the bits and draw the seed alone again."""
+    torch.manual_seed(0)
+    draw_kept((1000,), 0.5)
+    following = torch.rand(3)
+    torch.manual_seed(0)
+    seed = torch.randint(2**63 - 1, ())
+    assert torch.equal(torch.rand(3), following)
+    draws = [torch.ops.hf_comera.draw_kept(seed, (1000,), 1 << 15) for _ in range(2)]
+    assert torch.equal(*draws)
+    torch.library.opcheck(torch.ops.hf_comera.draw_kept.default, (seed, (3, 9), 1 << 15))
 
 
 def test_fake_tensors():

@@ -1,0 +1,144 @@
+"""Selective checkpointing: a function whose cheap results are computed again in backward, and the others kept.
+
+Source: selective recomputation: Korthikanti et al., arXiv:2205.05198, section 5; in torch:
+``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves
+
+from hf_comera.ops.fused_loss import is_recorded
+
+__all__ = ["Keeps", "draws_numbers", "is_fused_attention", "is_kept_product", "outside_of_selection", "recomputed"]
+
+Keeps = Callable[[Any, tuple[Any, ...]], bool]
+"""Whether what an operator gives, called with these arguments, is kept."""
+
+aten = torch.ops.aten
+
+_ATTENTIONS = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+}
+
+_PRODUCTS = {aten.mm.default, aten.addmm.default}
+
+_CHEAP = 4
+"""A product whose inner size is this many times smaller than its rows are wide is cheap to make again."""
+
+
+def recomputed(
+    function: Callable[..., Any], *args: Any, keeps: Keeps, after: Callable[[dict[Any, Any]], None] | None = None
+) -> Any:
+    """``function(*args)``, run again in backward but for what is kept.
+
+    Random numbers are drawn again from the same state, in a step that is recorded they are kept instead.
+
+    Args:
+        function: What to compute; twice it must do the same.
+        args: Its arguments.
+        keeps: What is kept.
+        after: Is given what has been kept, by operator and number, once ``function`` has run; not in compiled code.
+
+    Raises:
+        ValueError: If a recorded step draws numbers in a way that they cannot be kept.
+    """
+    if torch.compiler.is_compiling():
+        contexts = functools.partial(
+            checkpoint.create_selective_checkpoint_contexts, functools.partial(_select, keeps, False)
+        )
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+    given = tree_leaves((args, getattr(function, "keywords", None)))
+    recorded = any(isinstance(item, torch.Tensor) and is_recorded(item) for item in given)
+    modes = checkpoint.create_selective_checkpoint_contexts(functools.partial(_select, keeps, recorded))
+    # a recorded pass cannot set generators back, and tensors without entries have none to set
+    preserve = not recorded and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+    with _without_autocast_cache():
+        result = checkpoint.checkpoint(
+            function, *args, use_reentrant=False, context_fn=lambda: modes, preserve_rng_state=preserve
+        )
+    if after is not None:
+        after(modes[0].storage)
+    return result
+
+
+def is_fused_attention(op: Any) -> bool:
+    """Whether ``op`` is core attention whose scores are never whole in memory: torch's, or ours with dropout."""
+    # looked up late: operators of ours are registered when their file is imported
+    ours = getattr(torch.ops.hf_comera, "dropped_attention", None)
+    return op in _ATTENTIONS or (ours is not None and op is ours.default)
+
+
+def is_kept_product(op: Any, args: tuple[Any, ...]) -> bool:
+    """Whether ``op`` is a matrix product, and not one that takes rows from a narrow latent to a wide tensor."""
+    if op not in _PRODUCTS:
+        return False
+    inner, width = args[-1].shape
+    return bool(_CHEAP * inner >= width)
+
+
+@contextmanager
+def outside_of_selection() -> Iterator[None]:
+    """Within, selective checkpointing around it sees no operation, so what is done may be left out the second time.
+
+    It counts operations of a kind, to find in backward what it has kept. Things that are made once and kept, such as
+    halves, are not made again there.
+    """
+    modes = []
+    while isinstance(
+        _get_current_dispatch_mode(), checkpoint._CachingTorchDispatchMode | checkpoint._CachedTorchDispatchMode
+    ):
+        modes.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+def _select(
+    keeps: Keeps, recorded: bool, context: Any, op: Any, *args: Any, **kwargs: Any
+) -> checkpoint.CheckpointPolicy:
+    if draws_numbers(op, args, kwargs):
+        if recorded and op._schema.is_mutable:
+            raise ValueError(
+                f"{op} writes random numbers into a tensor, which cannot be computed again in a recorded step. Use "
+                "the policy 'keep', set dropout to 0, or do without the graph."
+            )
+        # all draws are made again from the same state, or none: one that is left out would shift the others
+        is_kept = recorded
+    else:
+        is_kept = keeps(op, args)
+    return checkpoint.CheckpointPolicy.MUST_SAVE if is_kept else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def draws_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call takes numbers from a generator; attention without dropout takes none."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return False
+    names = [argument.name for argument in op._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Casts of weights are made every time: one that was made before would be missing in backward."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
