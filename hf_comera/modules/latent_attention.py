@@ -25,10 +25,12 @@ from hf_comera.modules.block import Block, is_watched, layer_refusal, text_diges
 from hf_comera.modules.tt_linear import TTLinear
 from hf_comera.ops import kept_bits
 from hf_comera.ops.dropped_attention import dropped_attention
+from hf_comera.ops.fused_loss import is_recorded
 from hf_comera.ops.gradients import is_transformed
 from hf_comera.ops.halves import RANK_MULTIPLE, padded_rank
 from hf_comera.ops.latent_attention import absorbed_query, output_latent
 from hf_comera.ops.precision import autocast_dtype, without_autocast
+from hf_comera.ops.selective import is_fused_attention
 
 __all__ = [
     "ATTENTIONS",
@@ -347,9 +349,14 @@ def _rotary_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The same where query and key are rotated: they are rebuilt from latents, once more in backward."""
     rotations, value_BSR = options.pop("position_embeddings"), projections[2].latent
-    # compilers choose what to recompute themselves; transforms know no checkpoints
+    # compilers choose what to recompute themselves, transforms know no checkpoints, and steps that are recorded cannot
+    # set generators back
+    drops = _rate(module, spec) > 0
     rebuilds = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transformed()
-    if (cache := _cache(options)) is not None:
+    rebuilds = rebuilds and not (drops and is_recorded(value_BSR))
+    cache = _cache(options)
+    options.pop("past_key_values", None)  # or the graph would hold on to the cache, by the options of the checkpoint
+    if cache is not None:
         query, key = _rotated(module, spec, projections, rotations)
         tokens, groups, rank = key.shape[2], key.shape[1], value_BSR.shape[-1]
         # a cache wants as many heads of values as of keys: the latent is cut into as many pieces
@@ -362,13 +369,13 @@ def _rotary_attention(
     def attend(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
         pairs = [_Projection(*tensors[:2]), _Projection(*tensors[2:4])]
         query, key = _rotated(module, spec, pairs, rotations)
-        # a copy: what is taken out of it is needed again in backward
-        return _attend_rotated(module, spec, query, key, tensors[4], dict(options))
+        return _attend_rotated(module, spec, query, key, tensors[4], options)
 
     tensors = (*projections[0], *projections[1], value_BSR)
     if not rebuilds:
         return attend(*tensors)
-    return checkpoint(attend, *tensors, use_reentrant=False, context_fn=_keeping_attention)  # type: ignore[no-any-return]
+    settings = {"use_reentrant": False, "context_fn": _keeping_attention, "preserve_rng_state": drops}
+    return checkpoint(attend, *tensors, **settings)  # type: ignore[no-any-return]
 
 
 def _rotated(
@@ -411,19 +418,12 @@ class _KeptAttention(TorchDispatchMode):
         self.kept: tuple[Any, ...] = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _KEPT:
+        if not is_fused_attention(func):
             return func(*args, **(kwargs or {}))
-        self.kept = self.kept or func(*args, **(kwargs or {}))
+        if not self.kept:
+            self.kept = func(*args, **(kwargs or {}))
         # detached: autograd is about to write to what it gets, and would have it keep itself alive
         return tuple(part.detach() if isinstance(part, Tensor) else part for part in self.kept)
-
-
-_KEPT = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-)
 
 
 def _attend(
@@ -436,8 +436,7 @@ def _attend(
     """
     mask, tokens, heads = options.get("attention_mask"), *query_BTHD.shape[1:3]
     implementation = module.config._attn_implementation
-    rate = _attribute(module, spec.dropout)
-    rate = 0.0 if not module.training else float(rate.p if isinstance(rate, nn.Dropout) else rate)
+    rate = _rate(module, spec)
     scaling = getattr(module, spec.scaling)
     given = {name: option for name, option in options.items() if spec.passes_options and name not in _NOT_PASSED}
     given |= {option: _attribute(module, name, None) for option, name in spec.options}
@@ -468,6 +467,12 @@ def _attend(
 
 _NOT_PASSED = ("past_key_values", "attention_mask", "output_attentions", "encoder_attention_mask", *_OTHER_USES)
 """Arguments that forwards name, and so do not hand on."""
+
+
+def _rate(module: nn.Module, spec: AttentionSpec) -> float:
+    """Of dropout, now."""
+    rate = _attribute(module, spec.dropout)
+    return float(rate.p if isinstance(rate, nn.Dropout) else rate) if module.training else 0.0
 
 
 def _drops_fast(query_BTHD: Tensor, key: Tensor, mask: Tensor | None, rate: float) -> bool:
