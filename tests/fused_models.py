@@ -100,7 +100,14 @@ FUSED = {
     "sam": Row(
         AutoModel,
         "sam_vision_model",
-        {**IMAGES, "mlp_dim": 64, "output_channels": 8, "window_size": 2, "global_attn_indexes": [1], "initializer_range": 0.02},
+        {
+            **IMAGES,
+            "mlp_dim": 64,
+            "output_channels": 8,
+            "window_size": 2,
+            "global_attn_indexes": [1],
+            "initializer_range": 0.02,
+        },
         attentions=0,
         settings=_LINEAR,
     ),
@@ -145,7 +152,11 @@ def inputs_of(name, *, padding="right", dtype=torch.float64) -> dict[str, torch.
     row = FUSED[name]
     if row.reads == "pictures":
         pictures = {"pixel_values": torch.randn(3, 3, 16, 16, dtype=dtype)}
-        return {**pictures, "labels": torch.tensor([0, 1, 1])} if "Classification" in row.auto_class.__name__ else pictures
+        return (
+            {**pictures, "labels": torch.tensor([0, 1, 1])}
+            if "Classification" in row.auto_class.__name__
+            else pictures
+        )
     if row.reads == "speech":
         return {"input_values": torch.randn(3, 400, dtype=dtype), "labels": torch.randint(3, VOCABULARY, (3, 4))}
     ids, mask = torch.randint(3, VOCABULARY, (3, TOKENS)), torch.ones(3, TOKENS, dtype=torch.long)

@@ -49,7 +49,7 @@ def test_greedy_generation(name):
             assert keys.shape[3] == values.shape[3] == 8
         else:
             assert keys.shape[1] * keys.shape[3] == model.config.num_key_value_heads * model.config.head_dim
-            assert values.shape[1] * values.shape[3] == 8 
+            assert values.shape[1] * values.shape[3] == 8
 
 
 WAYS = {

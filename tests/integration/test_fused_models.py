@@ -52,9 +52,7 @@ def test_eager_attention_gives_the_same_weights(name):
     found = results(model, inputs, output_attentions=True)
     assert found["attentions.0"].shape[1] == 4
     # the models' eager attention has its softmax in float32
-    torch.testing.assert_close(
-        found, results(unfused(model), inputs, output_attentions=True), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(found, results(unfused(model), inputs, output_attentions=True), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of how Transformers calls it, and torch compiles it
@@ -148,7 +146,9 @@ def test_second_derivatives(name):
     def penalty(body):
         trained = {key: parameter for key, parameter in body.named_parameters() if parameter.requires_grad}
         options = {"allow_unused": True, "materialize_grads": True}
-        grads = torch.autograd.grad(scalar(body, trained, inputs), list(trained.values()), create_graph=True, **options)
+        grads = torch.autograd.grad(
+            scalar(body, trained, inputs), list(trained.values()), create_graph=True, **options
+        )
         return torch.autograd.grad(sum(grad.square().sum() for grad in grads), list(trained.values()), **options)
 
     torch.testing.assert_close(penalty(model), penalty(unfused(model)))
@@ -177,9 +177,7 @@ def test_autocast(name, cached):
     exact = results(unfused(model), inputs, **options)
     with torch.autocast("cpu", torch.bfloat16):
         found, plain = results(model, inputs, **options), results(unfused(model), inputs, **options)
-    errors = [
-        sum((each[key].double() - exact[key]).square().sum() for key in exact) for each in (found, plain)
-    ]
+    errors = [sum((each[key].double() - exact[key]).square().sum() for key in exact) for each in (found, plain)]
     assert {key: tensor.dtype for key, tensor in found.items()} == {key: tensor.dtype for key, tensor in plain.items()}
     assert errors[0] < 4 * errors[1]
 
@@ -190,9 +188,7 @@ def test_models_in_16_bits(name):
     exact = results(model_of(name), inputs)
     model = model_of(name, dtype=torch.bfloat16)
     found, plain = results(model, inputs), results(unfused(model), inputs)
-    errors = [
-        sum((each[key].double() - exact[key]).square().sum() for key in exact) for each in (found, plain)
-    ]
+    errors = [sum((each[key].double() - exact[key]).square().sum() for key in exact) for each in (found, plain)]
     assert {key: tensor.dtype for key, tensor in found.items()} == {key: tensor.dtype for key, tensor in plain.items()}
     assert errors[0] < 4 * errors[1]
 
@@ -227,6 +223,8 @@ def test_programs_of_torch_export(name):
     model, inputs = model_of(name).eval(), inputs_of(name)
     options = {} if name in ("bert", "vit") else {"use_cache": False}
     program = torch.export.export(model, (), {**inputs, **options})
-    assert "hf_comera" not in {node.target.namespace for node in program.graph.nodes if hasattr(node.target, "namespace")}
+    assert "hf_comera" not in {
+        node.target.namespace for node in program.graph.nodes if hasattr(node.target, "namespace")
+    }
     with torch.no_grad():
         torch.testing.assert_close(program.module()(**inputs, **options).logits, model(**inputs).logits)

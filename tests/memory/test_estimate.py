@@ -25,7 +25,7 @@ from hf_comera.memory import SavedBytes
 from hf_comera.memory.estimate import activation_bytes_by_megatron
 from hf_comera.modules.stamp import note_parameter_edit
 from tests.architectures import ARCHITECTURES, every_architecture
-from tests.modules.conftest import small_chunks, stand_ins  # noqa: F401
+from tests.modules.conftest import small_chunks  # noqa: F401
 from tests.operation_count import CountOperations
 
 WORKER = Path(__file__).with_name("step_worker.py")
@@ -40,7 +40,6 @@ def small_bert(**settings):
 
 
 @pytest.mark.parametrize("compressed", [False, True], ids=["dense", "compressed"])
-@pytest.mark.usefixtures("stand_ins")
 @every_architecture
 def test_activations_of_every_architecture_are_what_autograd_saves(architecture, compressed):
     model = architecture.new_model().train()

@@ -81,11 +81,11 @@ def test_restored_modules_are_as_they_were():
     assert type(mlp).__mro__[:3] == (type(mlp), TiledMLP, Block) or isinstance(mlp, LlamaMLP)
 
 
-PLAIN = '''
+PLAIN = """
 def forward(self, x, scale=2):
     y = self.inner(x) * scale
     return self.outer(y)
-'''
+"""
 SAME = {
     "comment": PLAIN.replace("    y =", "    # what is wide\n    y ="),
     "docstring": PLAIN.replace("    y =", '    """As others do it."""\n    y ='),

@@ -272,12 +272,20 @@ PARTLY_REFUSED = {  # row, settings, what is done: blocks that run, and the reas
     "of-intermediate": ("bert", {}, hooked("intermediate"), (2, 0), "a hook watches its intermediate"),
     "of-output": ("bert", {}, hooked(".output"), (0, 0), "a hook watches its intermediate or output"),
     "of-activation": ("llama", {}, hooked("act_fn"), (2, 0), "a hook watches its activation"),
-    "of-dropout": ("t5", {}, hooked("DenseReluDense.dropout"), (0, 0), "its hidden dropout is a FastDropout, or a hook"),
+    "of-dropout": (
+        "t5",
+        {},
+        hooked("DenseReluDense.dropout"),
+        (0, 0),
+        "its hidden dropout is a FastDropout, or a hook",
+    ),
     "dropout": ("t5-gated", {}, without_hidden_dropout, (0, 0), "its hidden dropout is a Identity"),
 }
 
 
-@pytest.mark.parametrize(("name", "settings", "change", "running", "reason"), PARTLY_REFUSED.values(), ids=PARTLY_REFUSED)
+@pytest.mark.parametrize(
+    ("name", "settings", "change", "running", "reason"), PARTLY_REFUSED.values(), ids=PARTLY_REFUSED
+)
 def test_what_makes_some_of_the_own_forwards_run(name, settings, change, running, reason):
     model, inputs = model_of(name, **settings), inputs_of(name)
     if change is upcast:
@@ -323,7 +331,10 @@ BERT = {**FUSED["bert"].sizes, "hidden_dropout_prob": 0.0, "attention_probs_drop
 def test_cross_attention_keeps_its_own_forward():
     settings = {"is_decoder": True, "add_cross_attention": True}
     for name in ("bert-decoder", "gpt2"):
-        model, inputs = model_of(name, **(settings if "bert" in name else {"add_cross_attention": True})), inputs_of(name)
+        model, inputs = (
+            model_of(name, **(settings if "bert" in name else {"add_cross_attention": True})),
+            inputs_of(name),
+        )
         context = torch.randn(3, 4, 32, dtype=torch.float64)
         for cached in (True, False):
             options = {"encoder_hidden_states": context, "use_cache": cached}
@@ -346,7 +357,9 @@ def test_models_without_a_row_have_no_blocks():
     )  # fmt: skip
     model = get_comera_model(AutoModelForCausalLM, ComeraConfig(rank=6), config=config)
     assert not any(isinstance(module, (LatentAttention, LatentAttentionWithOutput)) for module in model.modules())
-    assert not any(isinstance(module, Block) for module in AutoModelForCausalLM.from_config(GPT2Config(**GPT2)).modules())
+    assert not any(
+        isinstance(module, Block) for module in AutoModelForCausalLM.from_config(GPT2Config(**GPT2)).modules()
+    )
 
 
 GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 99}

@@ -23,7 +23,9 @@ BATCH, TOKENS, HIDDEN, HEADS = 2, 5, 32, 4
 SIZES = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "intermediate_size": 32, "attn_implementation": "sdpa"}
 ROTARY = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "attention_bias": True}
 MODULES = {
-    "bert": lambda rate: BertAttention(BertConfig(**SIZES, attention_probs_dropout_prob=rate, hidden_dropout_prob=0.0)),
+    "bert": lambda rate: BertAttention(
+        BertConfig(**SIZES, attention_probs_dropout_prob=rate, hidden_dropout_prob=0.0)
+    ),
     "gpt2": lambda rate: GPT2Attention(GPT2Config(**SIZES, attn_pdrop=rate, resid_pdrop=0.0), layer_idx=0),
     "llama": lambda rate: LlamaAttention(LlamaConfig(**ROTARY, attention_dropout=rate), layer_idx=0),
     "qwen3": lambda rate: Qwen3Attention(Qwen3Config(**ROTARY, attention_dropout=rate), layer_idx=0),
@@ -154,7 +156,11 @@ def test_the_mean_over_fast_draws_is_attention_without_dropout(name, which, monk
     module, mask = attention(name, rate=0.25), masks()[which]
     x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.float64).expand(4000, -1, -1)
     mask = None if mask is None else mask[:1].expand(4000, -1, -1, -1)
-    run = module if name == "gpt2" else lambda *args, **options: module.self(*args, output=module.output.dense, **options)
+    run = (
+        module
+        if name == "gpt2"
+        else lambda *args, **options: module.self(*args, output=module.output.dense, **options)
+    )
     with torch.no_grad():
         found = run(x, attention_mask=mask)[0]
         module.eval()
@@ -176,7 +182,9 @@ def test_single_tokens_and_single_texts(name, implementation):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("frozen", [["key", "k_proj"], ["value", "v_proj"], ["query", "q_proj", "c_attn"], ["dense", "o_proj"]])
+@pytest.mark.parametrize(
+    "frozen", [["key", "k_proj"], ["value", "v_proj"], ["query", "q_proj", "c_attn"], ["dense", "o_proj"]]
+)
 @each_module
 def test_frozen_layers(name, frozen):
     module = attention(name)

@@ -88,7 +88,15 @@ def test_activations_of_transformers(name, act):
     torch.testing.assert_close(results(module, x), results(unfused(module), x), rtol=1e-6, atol=1e-6)
 
 
-FUNCTIONS = [functional.gelu, functional.relu, functional.silu, nn.ReLU(), nn.ReLU(inplace=True), nn.SiLU(), ACT2FN["gelu_python"]]
+FUNCTIONS = [
+    functional.gelu,
+    functional.relu,
+    functional.silu,
+    nn.ReLU(),
+    nn.ReLU(inplace=True),
+    nn.SiLU(),
+    ACT2FN["gelu_python"],
+]
 UNKNOWN = [
     *(ACT2FN[name] for name in ("tanh", "sigmoid", "gelu_10", "mish", "leaky_relu", "laplace", "relu6")),
     functional.selu,

@@ -62,9 +62,7 @@ def test_equals_dense_products(sizes, absorbs, problem, monkeypatch):
     found, expected = ours(*tensors), dense(*tensors)
     torch.testing.assert_close(found, expected)
     grad = torch.randn_like(found)
-    torch.testing.assert_close(
-        torch.autograd.grad(found, tensors, grad), torch.autograd.grad(expected, tensors, grad)
-    )
+    torch.testing.assert_close(torch.autograd.grad(found, tensors, grad), torch.autograd.grad(expected, tensors, grad))
 
 
 @pytest.mark.parametrize("problem", [query_problem, output_problem])

@@ -124,7 +124,8 @@ def test_16_bits_are_at_most_twice_as_far_off(dtype, gated):
     tensors, bits = problem(rows=64, hidden=96, gated=gated, dropped=True, dtype=dtype)
     exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in tensors]
     found, plain, wanted = (
-        function(given, bits, "gelu") for function, given in ((ours, tensors), (written_out, tensors), (written_out, exact))
+        function(given, bits, "gelu")
+        for function, given in ((ours, tensors), (written_out, tensors), (written_out, exact))
     )
     grad = torch.randn_like(found)
     all_found, all_plain, all_wanted = (
@@ -147,7 +148,9 @@ def test_a_tensor_in_two_places_gets_both_gradients():
 def test_saved_are_its_inputs_alone():
     tensors, bits = problem(rows=50, dropped=True)
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
         ours(tensors, bits, "gelu")
     assert {tensor.data_ptr() for tensor in saved} <= {tensor.data_ptr() for tensor in (*tensors, bits)}
 
@@ -156,7 +159,9 @@ def test_transforms_exporters_and_forward_derivatives_see_plain_functions():
     tensors, _ = problem()
     given = [tensor.detach() for tensor in tensors]
     function = lambda latent: ours([latent, *given[1:]], None, "gelu")  # noqa: E731
-    expected = torch.autograd.functional.jacobian(lambda latent: written_out([latent, *given[1:]], None, "gelu"), given[0])
+    expected = torch.autograd.functional.jacobian(
+        lambda latent: written_out([latent, *given[1:]], None, "gelu"), given[0]
+    )
     torch.testing.assert_close(torch.func.jacrev(function)(given[0]), expected)
     torch.testing.assert_close(torch.func.jacfwd(function)(given[0]), expected)
     torch.testing.assert_close(torch.vmap(function)(given[0].expand(2, -1, -1))[1], function(given[0]))
