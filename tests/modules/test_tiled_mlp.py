@@ -106,7 +106,7 @@ UNKNOWN = [
 ]
 
 
-@pytest.mark.parametrize("function", [*FUNCTIONS, *UNKNOWN], ids=str)
+@pytest.mark.parametrize("function", [*FUNCTIONS, *UNKNOWN])
 def test_activations_that_are_functions_or_unknown(function):
     module, x = block("clip.CLIPMLP"), random_input()
     del module.activation_fn
