@@ -200,19 +200,9 @@ def _backward_by_kernel(grad: Tensor, *arguments: Any) -> list[Tensor]:
     return [*found, *(left.new_empty(0) for _ in range(6 - len(found))), dleft]
 
 
-def _operands(
-    latent: Tensor,
-    right: Tensor,
-    bias: Tensor | None,
-    gate_latent: Tensor | None,
-    gate_right: Tensor | None,
-    gate_bias: Tensor | None,
-    left: Tensor,
-    bits: Tensor | None,
-    activation: str,
-    share: float,
-) -> dict[str, Any]:
-    """The arguments as the kernels take them."""
+def _operands(*arguments: Any) -> dict[str, Any]:
+    """The arguments of the operator as the kernels take them."""
+    latent, right, bias, gate_latent, gate_right, gate_bias, left, bits, activation, share = arguments
     inputs = [HiddenInput(latent, right, bias)]
     if (gate := _gate(gate_latent, gate_right, gate_bias)) is not None:
         inputs.append(gate)

@@ -98,7 +98,7 @@ def wide_code(
     Raises:
         NoKernelError: If the kernels cannot take the tensors; ``wide_code_refusal`` says so beforehand.
     """
-    call = _Call(codes, rights, biases, masks, left, activation, scale)
+    call = _Call(codes, rights, biases, masks, left, activation=activation, scale=scale)
     code_TS = left.new_empty(call.num_tokens, left.shape[0])
     call.run("hf_comera_wide_code", activation, code_TS)
     return code_TS
@@ -124,7 +124,7 @@ def wide_code_backward(
     Raises:
         NoKernelError: If the kernels cannot take the tensors.
     """
-    call = _Call(codes, rights, biases, masks, left, activation, scale)
+    call = _Call(codes, rights, biases, masks, left, activation=activation, scale=scale)
     dcodes = [code.new_empty(*code.shape) for code in codes]
     num_rows = sum(right.shape[0] for right in rights) + left.shape[0] + len(rights)
     wide = left.new_empty(num_rows, call.hidden, dtype=torch.float32)
@@ -146,6 +146,7 @@ class _Call:
         biases: Sequence[Tensor | None],
         masks: Sequence[Tensor],
         left: Tensor,
+        *,
         activation: str,
         scale: float | None,
     ) -> None:
