@@ -157,18 +157,15 @@ def _tiled_mlp_backward(
     dleft = torch.zeros_like(left, dtype=exact)
     with without_autocast(left):
         for chunk in _chunks(latent, left.shape[1]):
-            wide = inner.rows(chunk)
+            wide, gate_rows = inner.rows(chunk), None if gate is None else gate.rows(chunk)
             activated, dhidden = act.function(wide), grad[chunk] @ left
-            hidden = activated
-            if gate is not None:
-                gate_rows = gate.rows(chunk)
-                hidden = activated * gate_rows
+            hidden = activated if gate_rows is None else activated * gate_rows
             if bits is not None:
                 factors = _factors(bits[chunk], left, share)
                 hidden = hidden * factors
                 dhidden *= factors
             _add_product(dleft, grad[chunk].T, hidden)
-            if gate is not None:
+            if gate_rows is not None:
                 maps[1].add(chunk, dhidden * activated)
                 dhidden *= gate_rows
             maps[0].add(chunk, act.gradient(dhidden, wide))

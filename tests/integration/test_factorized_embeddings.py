@@ -379,8 +379,7 @@ def test_reports_name_it(form, tmp_path):
     model = new_model(BERT, **form)
     row = explain(model, 2, 16).rows[0]
     assert row.label == "embeddings.word_embeddings"
-    assert row.flops >= 3 * 2 * 32 * WIDTH * 48
-    assert row.bytes > 0
+    assert row.path == "lookup"
     model.save_pretrained(tmp_path)
     card = write_model_card(model, tmp_path).read_text()
     assert "1 factorized embedding and 12 linear layers" in card
