@@ -1,4 +1,4 @@
-"""hf_comera/modules/fusion.py: every architecture that is served computes with blocks what it computes without them."""
+"""hf_comera/modules/fusion.py: every architecture that is served computes with blocks what it does without them."""
 
 import pytest
 import torch

@@ -5,7 +5,6 @@ import torch
 
 from hf_comera.memory import SavedBytes
 from hf_comera.modules.stamp import note_parameter_edit
-from hf_comera.ops.kept_aside import hear_of_kept, stop_hearing
 from tests.fused_models import inputs_of, model_of, unfused
 from tests.memory.policy_runs import EXACT, assert_same, error, run
 from tests.modules.conftest import small_chunks  # noqa: F401
@@ -19,30 +18,14 @@ GPT2 = {"n_embd": 64, "n_inner": WIDE}
 BERT = {"hidden_size": 64, "intermediate_size": WIDE}
 
 
-def saved_by(module, *args, **options):
-    """Entries a token of what autograd keeps, most first, and of what is kept aside; no weights."""
-    parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-    saved, aside = {}, []
-
-    def note(tensor):
-        if tensor.untyped_storage()._cdata not in parameters:
-            saved[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    hear_of_kept(aside.extend)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            y = module(*args, **options)
-    finally:
-        stop_hearing(aside.extend)
-    del y
-    return [
-        sorted(
-            (each.untyped_storage().nbytes() / 4 / ROWS for each in kept if {TOKENS, ROWS} & {*each.shape}),
-            reverse=True,
-        )
-        for kept in (saved.values(), aside)
-    ]
+def kept_by(module, *args, **options):
+    """Numbers a token of what a forward pass makes and keeps, most first; its result and weights are left out."""
+    with SavedBytes() as saved:
+        y = module(*args, **options)
+    y = y if isinstance(y, torch.Tensor) else y[0]
+    storages = [storage for reference in saved._storages.values() if (storage := reference()) is not None]
+    sizes = [each.nbytes() / 4 / ROWS for each in storages if each._cdata != y.untyped_storage()._cdata]
+    return sorted((int(size) for size in sizes if size == int(size)), reverse=True)  # no weight has 37 of anything
 
 
 def layer_of(name, **sizes):
@@ -55,58 +38,51 @@ def random_input(hidden):
     return torch.randn(BATCH, TOKENS, hidden, requires_grad=True)
 
 
-def test_attention_of_gpt2_keeps_its_input_absorbed_queries_and_latents():
-    entries, aside = saved_by(layer_of("gpt2", **GPT2).attn, random_input(64))
-    assert entries[:3] == [64, HEADS * LATENT, HEADS * LATENT], (
-        "input, and per head a query and a context of 8 numbers"
-    )
-    assert max(entries[3:]) <= 3 * LATENT
-    assert aside == []
+def test_attention_of_gpt2_keeps_absorbed_queries_and_contexts_of_heads_and_a_latent():
+    kept = kept_by(layer_of("gpt2", **GPT2).attn, random_input(64))
+    assert kept[:3] == [HEADS * LATENT, HEADS * LATENT, LATENT]
+    assert sum(kept) < 3 * HEADS * LATENT
 
 
 def test_a_layer_of_bert_keeps_no_query_key_context_or_hidden_layer():
     layer = layer_of("bert", **BERT)
-    entries, _ = saved_by(layer, random_input(64))
-    plain, _ = saved_by(unfused(layer), random_input(64))
+    kept, plain = (kept_by(each, random_input(64)) for each in (layer, unfused(layer)))
     assert plain[0] == WIDE
-    assert entries.count(64) == 4, "its input, that of the feed-forward block, and those of both norms' results"
-    assert plain.count(64) >= 8
-    assert entries[4:6] == [HEADS * LATENT] * 2
-    assert max(entries[6:]) <= 3 * LATENT
+    assert plain.count(64) >= 7
+    assert kept.count(64) == 3, "both sums that are normalized, and the input of the feed-forward block"
+    assert kept[3:5] == [HEADS * LATENT] * 2
+    assert kept[5] == 3 * LATENT, "of query, key and value, side by side"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_attention_of_llama_keeps_its_input_latents_and_what_attention_gave(name):
+def test_attention_of_llama_keeps_what_attention_gave_and_latents(name):
     angles = torch.rand(1, TOKENS, SIZE)
     options = {"position_embeddings": (angles.cos(), angles.sin()), "attention_mask": None}
-    entries, aside = saved_by(layer_of(name, **ROTARY).self_attn, random_input(HIDDEN), **options)
-    assert entries[0] == HIDDEN
-    assert entries[1] == HEADS * LATENT, "what each head makes of the values"
-    assert max(entries[2:]) <= 3 * LATENT, "no query or key"
-    assert aside == [HEADS * SIZE, HEADS], "the result, and the logarithms of its sums"
+    kept = kept_by(layer_of(name, **ROTARY).self_attn, random_input(HIDDEN), **options)
+    assert kept[0] == HEADS * SIZE, "what attention gave, values as wide as keys"
+    assert kept[1] == HEADS * LATENT, "of which the numbers of values are used"
+    assert max(kept[2:]) == 3 * LATENT, "no query or key"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_a_cache_that_begins_changes_nothing_of_that(name):
     model, ids = model_of(name, dtype=torch.float32, **ROTARY), torch.randint(3, 99, (BATCH, TOKENS))
-    saved = []
-    for use_cache in (True, False):
-        note_parameter_edit()  # as after a step: halves are built, and what they keep is counted
-        with SavedBytes(model.parameters()) as bytes_of:
+    kept = []
+    for use_cache in (False, True, False):
+        note_parameter_edit()  # as after a step: halves are built
+        with SavedBytes() as saved:
             loss = model(ids, labels=ids, use_cache=use_cache).loss
-        saved.append(bytes_of.total)
+        kept.append(saved.total)
         del loss
-    assert saved[0] == saved[1]
+    assert kept[1] == kept[2]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_feed_forward_blocks_keep_their_input_and_latents(name):
-    hidden = {"llama": HIDDEN, "gpt2": 64}[name]
+def test_feed_forward_blocks_keep_latents(name):
     layer = layer_of(name, **(ROTARY if name == "llama" else GPT2))
-    entries, aside = saved_by(layer.mlp, random_input(hidden))
-    assert entries[0] == hidden
-    assert max(entries[1:]) <= 3 * LATENT
-    assert aside == []
+    kept = kept_by(layer.mlp, random_input({"llama": HIDDEN, "gpt2": 64}[name]))
+    assert max(kept) <= 2 * LATENT
+    assert sum(kept) < 5 * LATENT
 
 
 RUNS = [
@@ -120,22 +96,22 @@ RUNS = [
 @pytest.mark.parametrize(("name", "rate"), RUNS)
 def test_policies_change_no_bit(name, rate, policy):
     model, inputs = model_of(name, dropout=rate, dtype=torch.float32), inputs_of(name, dtype=torch.float32)
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
     plain = run(model, inputs, None)
-    found = run(model, inputs, policy)
-    assert_same(found, plain)
-    assert found.saved_bytes <= plain.saved_bytes
+    assert_same(run(model, inputs, policy), plain)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_blocks_keep_less_with_and_without_a_policy(name, rate):
     model = model_of(name, dropout=rate, dtype=torch.float32, hidden_size=64, intermediate_size=512, head_dim=16)
+    model.config.use_cache = False
     ids = torch.randint(3, 99, (8, 60))
     inputs = {"input_ids": ids, "labels": ids}
     plain, without = run(model, inputs, None), run(unfused(model), inputs, None)
     assert plain.saved_bytes < 0.6 * without.saved_bytes
-    less = run(unfused(model), inputs, "rank")
     found = run(model, inputs, "rank")
     assert_same(found, plain)
-    assert found.saved_bytes < 1.1 * less.saved_bytes
+    assert found.saved_bytes <= plain.saved_bytes
     assert error(run(model, inputs, "rank+fp8"), plain) < 0.1

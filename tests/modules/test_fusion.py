@@ -303,13 +303,17 @@ def test_what_hooks_see_in_a_block_is_what_they_see_without():
     model, inputs = model_of("bert"), inputs_of("bert")
     names = ("attention.self", "attention.output", "attention", "intermediate", "LayerNorm", "layer.0", "output.dense")
     for ending in names:
-        seen = {}
-        for each in (model, unfused(model)):
-            module = next(module for name, module in each.named_modules() if name.endswith(ending))
-            handle = module.register_forward_hook(lambda *call, each=each: seen.update({each: call[1:]}))
-            each(**inputs)
-            handle.remove()
-        torch.testing.assert_close(*seen.values())
+        torch.testing.assert_close(*(seen_by_hook(each, ending, inputs) for each in (model, unfused(model))))
+
+
+def seen_by_hook(model, ending, inputs):
+    """What the first module of that name is given and gives."""
+    seen = []
+    module = next(module for name, module in model.named_modules() if name.endswith(ending))
+    handle = module.register_forward_hook(lambda module, args, output: seen.extend((args, output)))
+    model(**inputs)
+    handle.remove()
+    return seen
 
 
 def test_a_model_that_is_compressed_in_part():

@@ -18,6 +18,7 @@ from hf_comera.modules import TTLinear, latent_attention
 from hf_comera.modules.block import Block
 from hf_comera.modules.fusion import fuse, unfuse
 from hf_comera.ops import dropped_attention, kept_bits
+from hf_comera.ops.selective import is_fused_attention
 
 BATCH, TOKENS, HIDDEN, HEADS = 2, 5, 32, 4
 SIZES = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "intermediate_size": 32, "attn_implementation": "sdpa"}
@@ -223,7 +224,11 @@ def test_each_backward_rebuilds_keys_and_not_what_attention_made_of_them(name, m
     computed, dispatch = [], latent_attention._KeptAttention.__torch_dispatch__
 
     def watched(self, func, *args):
+<<<<<<< HEAD
         if latent_attention.is_fused_attention(func):
+=======
+        if is_fused_attention(func):
+>>>>>>> tests_blocks
             computed.append(not self.kept)
         return dispatch(self, func, *args)
 

@@ -16,7 +16,8 @@ from hf_comera.modules import TTLinear
 from hf_comera.modules.block import Block, text_digest
 from hf_comera.modules.fusion import fuse, unfuse
 from hf_comera.modules.tiled_mlp import ACTIVATION_NAMES, FORWARDS, PARTS, TiledLayer
-from hf_comera.ops import kept_bits, tiled_mlp as operator
+from hf_comera.ops import kept_bits
+from hf_comera.ops import tiled_mlp as operator
 from tests.modules.test_fusion import SERVED, TiledChunk, TiledMLP, class_of
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

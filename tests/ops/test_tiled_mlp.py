@@ -5,7 +5,8 @@ import torch
 from transformers.activations import ACT2FN
 
 from hf_comera.modules.tiled_mlp import ACTIVATION_NAMES
-from hf_comera.ops import kept_bits, tiled_mlp as module
+from hf_comera.ops import kept_bits
+from hf_comera.ops import tiled_mlp as module
 from hf_comera.ops.tiled_mlp import ACTIVATIONS, HiddenInput, tiled_mlp
 
 OF_TRANSFORMERS = {ours: name for name, ours in reversed(ACTIVATION_NAMES.items())}
