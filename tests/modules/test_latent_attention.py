@@ -224,11 +224,7 @@ def test_each_backward_rebuilds_keys_and_not_what_attention_made_of_them(name, m
     computed, dispatch = [], latent_attention._KeptAttention.__torch_dispatch__
 
     def watched(self, func, *args):
-<<<<<<< HEAD
-        if latent_attention.is_fused_attention(func):
-=======
         if is_fused_attention(func):
->>>>>>> tests_blocks
             computed.append(not self.kept)
         return dispatch(self, func, *args)
 
