@@ -30,7 +30,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 from transformers.models.auto import modeling_auto
 
 from hf_comera import ComeraConfig, get_comera_model, set_head_and_loss
-from hf_comera.modules.head_and_loss import LOSS_FUNCTION, MEAN, HeadAndLoss, _loss_in_source
+from hf_comera.modules.head_and_loss import LOSS_FUNCTION, MEAN, DeferredLogits, HeadAndLoss, _loss_in_source
 from hf_comera.ops import fused_loss
 from hf_comera.ops.fused_loss import fixed_shapes
 from tests.architectures import ARCHITECTURES, SIZES, VOCABULARY, WORDS, Architecture
@@ -437,14 +437,29 @@ def test_under_an_activation_policy_gradients_of_the_head_stay_exact(policy):
 
 
 @pytest.mark.parametrize("architecture", [BERT, ARCHITECTURES["llama-tied"]], ids=["bert", "llama"])
-def test_compiled_models_have_their_own_forward_in_one_graph(architecture):
+def test_compiled_models_have_the_block_in_one_graph(architecture):
     model = new_model(architecture)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
     inputs = batch_of(architecture)
-    outputs = compiled(**inputs)
-    assert not is_fused(outputs)
-    torch.testing.assert_close(outputs.loss.double(), model(**inputs).loss.double())
+    expected = model(**inputs)
+    gradients = torch.autograd.grad(expected.loss, list(model.parameters()), allow_unused=True)
+    torch._dynamo.reset()
+    outputs = torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs)
+    assert isinstance(outputs.__dict__["logits"], DeferredLogits)
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    torch.testing.assert_close(outputs.logits, expected.logits)
+    torch.testing.assert_close(outputs.to_tuple()[1], expected.logits)
+    found = torch.autograd.grad(outputs.loss, list(model.parameters()), allow_unused=True)
+    torch.testing.assert_close(found, gradients)
+
+
+def test_compiled_models_have_their_own_forward_where_children_were_exchanged():
+    model = new_model(BERT)
+    model.bert = copy.deepcopy(model.bert)  # what compiled code was to call is of before
+    inputs = batch_of(BERT)
+    torch._dynamo.reset()
+    outputs = torch.compile(model, backend="eager", fullgraph=True)(**inputs)
+    assert isinstance(outputs.__dict__["logits"], Tensor)
+    torch.testing.assert_close(outputs.loss, model(**inputs).loss)
 
 
 def test_where_shapes_are_fixed_all_tokens_are_computed():
@@ -489,5 +504,5 @@ def test_trainer_learns_the_same(architecture, settings, tmp_path):
 
 
 def test_a_block_says_what_it_read():
-    assert HeadAndLoss.of(new_model(BERT)) == HeadAndLoss("cls", "predictions.decoder", MEAN)
-    assert HeadAndLoss.of(new_model(GPT2)) == HeadAndLoss("lm_head", "", LOSS_FUNCTION)
+    assert HeadAndLoss.of(new_model(BERT)) == HeadAndLoss("cls", "predictions.decoder", MEAN, decodes=False)
+    assert HeadAndLoss.of(new_model(GPT2)) == HeadAndLoss("lm_head", "", LOSS_FUNCTION, decodes=False)
