@@ -217,9 +217,9 @@ class LatentAttention(Block):
             projections = _project(self, spec, hidden_states)
             attend = _rotary_attention if spec.rotary else _plain_attention
             context, weights = attend(self, spec, projections, options)
-            left, _ = output_layer.halves(autocast_dtype(hidden_states))
+            left, right = output_layer.halves(autocast_dtype(hidden_states))
             latent = output_latent(context, projections[2].right, left, int(getattr(self, spec.head_size)))
-            y = output_layer.from_latent(latent)
+            y = output_layer.from_latent(latent, right)
         if spec.output_dropout is not None:
             y = _attribute(self, spec.output_dropout)(y)
         return y, weights
