@@ -50,7 +50,9 @@ def test_a_step_counts_the_operations_that_it_has_with_values(name, policy):
         with FlopCounterMode(display=False) as counter:
             moved(**{key: tensor.to(device) for key, tensor in inputs.items()}).loss.backward()
         counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1] > 0
+    assert counts[0] > 0
+    # a layer that is recomputed builds its halves again where none can be kept
+    assert counts[0] == counts[1] if policy is None else counts[0] < counts[1]
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
