@@ -21,7 +21,7 @@ def set_activation_policy(model: nn.Module, policy: str | ActivationPolicy | Non
 
     A policy uses the same switch of each layer as gradient checkpointing: the later call to this function or to
     ``model.activation_checkpointing_enable()`` or ``..._disable()`` decides, and replaces what was there. As with
-    gradient checkpointing, layers take no cache while they train, and backward can pass through them once.
+    gradient checkpointing, layers take no cache while they train.
 
     Args:
         model: A model of Transformers, dense or compressed, or a part of one; the later call decides for a layer.

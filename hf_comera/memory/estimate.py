@@ -219,8 +219,16 @@ class _FakeStep:
     def loss(self) -> Tensor:
         """The loss of the batch."""
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+            self._build_halves()
             loss: Tensor = self.model(**self.batch)[0]
         return loss
+
+    def _build_halves(self) -> None:
+        """All at once, to stay for the step, as a model with values keeps them in its bank."""
+        for layer in self.model.modules():
+            if isinstance(layer, TTLinear):
+                vars(layer).pop("halves", None)
+                vars(layer)["halves"] = _Made(layer, self.autocast or layer.core_0.dtype)
 
     def warm_up(self) -> int:
         """A step after which the optimizer has its state; gives the bytes of gradients."""
@@ -247,6 +255,16 @@ class _FakeStep:
         """Bytes of the optimizer's state."""
         states = self.optimizer.state.values()
         return _num_bytes([item for state in states for item in state.values() if isinstance(item, Tensor)])
+
+
+class _Made:
+    """Halves of a layer in one dtype, in the place of its method that builds them."""
+
+    def __init__(self, layer: TTLinear, dtype: torch.dtype) -> None:
+        self.layer, self.dtype, self.halves = layer, dtype, layer.halves(dtype)
+
+    def __call__(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.halves if dtype == self.dtype else type(self.layer).halves(self.layer, dtype)
 
 
 def _core_copies(model: nn.Module) -> int:

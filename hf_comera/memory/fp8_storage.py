@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_comera.ops.fp8_activations import GROUP_SIZE, Fp8Tensor, store_by_group
+from hf_comera.ops.selective import Kept
 
 __all__ = ["Fp8Activations", "Fp8Input", "store_kept"]
 
@@ -39,23 +39,16 @@ class _Storage:
         return flat
 
 
-@dataclass(frozen=True)
-class _InFp8:
-    storage: _Storage
-    shape: torch.Size
-    strides: tuple[int, ...]
-    offset: Any
+class _InFp8(Kept):
+    """A view of what is stored."""
 
-    @classmethod
-    def of(cls, tensor: Tensor, storage: _Storage) -> _InFp8:
-        return cls(storage, tensor.shape, tensor.stride(), tensor.storage_offset())
+    def __init__(self, tensor: Tensor, storage: _Storage) -> None:
+        self._storage, self._shape = storage, tensor.shape
+        self._strides, self._offset = tensor.stride(), tensor.storage_offset()
 
-    def decode(self) -> Tensor:
-        return self.storage.decode().as_strided(self.shape, self.strides, self.offset)
-
-    def get_val(self, allow_mutation: bool) -> Tensor:
-        """Under this name selective checkpointing asks for what it has kept."""
-        return self.decode()
+    def tensor(self) -> Tensor:
+        """It, as it was but for FP8's rounding."""
+        return self._storage.decode().as_strided(self._shape, self._strides, self._offset)
 
 
 class _Exact(NamedTuple):
@@ -77,15 +70,17 @@ class _Hooks(saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> _InFp8 | _Exact:
         with torch._C.DisableTorchFunction():
-            if not _is_large(tensor, self._min_bytes) or not self.stores(tensor):
+            if not _is_large(tensor, self._min_bytes):
                 return _Exact(tensor, tensor._version)
             memory = tensor.untyped_storage()
             key = memory._cdata, tensor.dtype
             stored = self._stored.get(key)
             # the same address may belong to another tensor by now, or have been written to
             if stored is None or stored.owner() is not memory or stored.version != tensor._version:
+                if not self.stores(tensor):
+                    return _Exact(tensor, tensor._version)
                 stored = self._stored[key] = _Storage(tensor)
-            return _InFp8.of(tensor, stored)
+            return _InFp8(tensor, stored)
 
 
 def _is_large(tensor: Tensor, min_bytes: int) -> bool:
@@ -96,7 +91,7 @@ def _is_large(tensor: Tensor, min_bytes: int) -> bool:
 
 def _unpack(saved: _InFp8 | _Exact) -> Tensor:
     if isinstance(saved, _InFp8):
-        return saved.decode()
+        return saved.tensor()
     if saved.tensor._version != saved.version:
         raise RuntimeError(
             f"A tensor of shape {tuple(saved.tensor.shape)} that is needed for gradients was modified in place: it is "
@@ -148,17 +143,15 @@ class Fp8Activations(_Hooks):
         return shape[0] % self._batch == 0 and self._length in shape[1:3] and not are_scores
 
 
-def store_kept(kept: dict[Any, dict[int, Any]], min_bytes: int) -> None:
-    """Store in FP8 what selective checkpointing keeps: products, and the first of what attention gives.
+def store_kept(kept: dict[Any, Any], min_bytes: int) -> None:
+    """Store in FP8 what selective checkpointing keeps: results of products and blocks, and the first of attention.
 
     Args:
-        kept: The results of each operator, by number; its own wrappers hold the tensors.
+        kept: The results by operator and number; exchanged in place.
         min_bytes: Smaller tensors stay exact.
     """
-    for results in kept.values():
-        for number, result in results.items():
-            first, *others = result if isinstance(result, tuple | list) else (result,)
-            tensor = getattr(first, "val", None)
-            if isinstance(tensor, Tensor) and _is_large(tensor, min_bytes):
-                first = _InFp8.of(tensor, _Storage(tensor))
-                results[number] = (first, *others) if isinstance(result, tuple | list) else first
+    for key, result in kept.items():
+        first, *others = result if isinstance(result, tuple | list) else (result,)
+        if isinstance(first, Kept) and _is_large(tensor := first.tensor(), min_bytes):
+            stored = _InFp8(tensor, _Storage(tensor))
+            kept[key] = (stored, *others) if isinstance(result, tuple | list) else stored

@@ -317,15 +317,15 @@ def _halves_with_bias(layer: TTLinear, dtype: torch.dtype) -> tuple[Tensor, Tens
         ``(R, I)``, ``(R, O)``, ``(R,)``.
     """
     left, right = layer.halves(dtype)
-    ones = left.new_zeros(left.shape[0])
     if layer.bias is None:
-        return left, right, ones
-    if layer.middle_rank == left.shape[0]:
-        extra = (0, 0, 0, RANK_MULTIPLE)
-        left, right, ones = pad(left, extra), pad(right, extra), pad(ones, (0, RANK_MULTIPLE))
-    place = torch.tensor([layer.middle_rank], device=left.device)
-    # filled and copied, not added: entries beside the bias must stay clear of an infinite one
-    return left, right.index_copy(0, place, layer.bias.to(dtype)[None]), ones.index_fill(0, place, 1)
+        return left, right, left.new_zeros(left.shape[0])
+    rank = layer.middle_rank
+    if rank == left.shape[0]:
+        left, right = pad(left, (0, 0, 0, RANK_MULTIPLE)), pad(right, (0, 0, 0, RANK_MULTIPLE))
+    # put in its place, not added: entries beside the bias must stay clear of an infinite one
+    right = torch.cat([right[:rank], layer.bias.to(dtype)[None], right[rank + 1 :]])
+    ones = pad(left.new_ones(1), (rank, left.shape[0] - rank - 1))
+    return left, right, ones
 
 
 def _plain_attention(

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hf_comera import ComeraConfig, estimate_memory, get_comera_model, set_activation_policy
-from hf_comera.memory.example_batch import example_batch
+from hf_comera.memory.estimate import example_batch
 
 SMALL = BertConfig(
     hidden_size=512, num_hidden_layers=4, num_attention_heads=8, intermediate_size=2048, vocab_size=8000

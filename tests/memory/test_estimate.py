@@ -48,8 +48,9 @@ def test_activations_of_every_architecture_are_what_autograd_saves(architecture,
         model.train()
     # many rows: where halves come from is not estimated to the byte
     batch = {name: value.repeat_interleave(8, 0) for name, value in architecture.training_inputs().items()}
-    policies = {"keep": None, "all": ActivationPolicy(min_bytes=0)}
+    policies = {"keep": None, "rank+fp8": ActivationPolicy(storage="fp8", min_bytes=0)}
     estimate = estimate_memory(model, inputs=batch, policies=policies)
+    model(**batch)  # makes tables that stay
     for name, policy in policies.items():
         set_activation_policy(model, policy)
         note_parameter_edit()  # as after a step: halves are built, and what they keep is counted
@@ -144,7 +145,7 @@ def test_activations_follow_the_formula_of_megatron(seq, batch, hidden, heads):
 
 
 def test_the_present_policy_comes_first_and_stays():
-    model, policy = small_bert(rank=8), ActivationPolicy(depth=2)
+    model, policy = small_bert(rank=8), ActivationPolicy(min_bytes=2)
     set_activation_policy(model, policy)
     estimate = estimate_memory(model, batch_size=2, seq_len=16)
     assert list(estimate.policies) == ["now", "keep", "rank", "rank+fp8", "fp8"]
@@ -154,7 +155,7 @@ def test_the_present_policy_comes_first_and_stays():
 
 def test_policies_are_ordered_as_they_should_be():
     found = estimate_memory(small_bert(rank=8), batch_size=16, seq_len=64).policies
-    assert found["rank+fp8"].activations < found["rank"].activations / 2 < found["keep"].activations / 4
+    assert found["rank+fp8"].activations < 0.6 * found["rank"].activations < 0.3 * found["keep"].activations
     assert found["rank"].peak < found["keep"].peak
 
 

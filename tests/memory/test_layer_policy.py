@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AlbertConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, LEDConfig, LongformerConfig
+from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, LEDConfig, LongformerConfig
 
 from hf_comera.memory import ActivationPolicy, set_activation_policy
 from hf_comera.ops.fused_loss import fixed_shapes
@@ -58,15 +58,16 @@ def test_draws_of_both_kinds_in_one_layer(monkeypatch):
         assert_same(run(model, inputs, policy), plain)
 
 
-@pytest.mark.parametrize("policy", ROUNDED.values(), ids=ROUNDED)
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("is_compressed", [True, False], ids=["compressed", "dense"])
 @every_architecture
-def test_fp8_rounds_gradients_and_not_the_loss(architecture, is_compressed, autocast, policy):
+def test_fp8_rounds_gradients_and_not_the_loss(architecture, is_compressed, autocast):
     model, inputs = model_of(architecture, is_compressed, 0.1), architecture.training_inputs()
-    plain, found = (run(model, inputs, each, autocast=autocast) for each in (None, policy))
-    assert torch.equal(found.loss, plain.loss)
-    assert 0 < error(found, plain) < 0.1
+    plain = run(model, inputs, None, autocast=autocast)
+    for policy in ROUNDED.values():
+        found = run(model, inputs, policy, autocast=autocast)
+        assert torch.equal(found.loss, plain.loss)
+        assert 0 < error(found, plain) < 0.1
 
 
 SIZE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3}
@@ -97,13 +98,17 @@ def test_small_tensors_stay_exact():
 
 
 def test_layers_that_are_shared():
-    albert = Architecture(AutoModelForMaskedLM, AlbertConfig(**SIZES, **WORDS, embedding_size=24), 0)
+    """Also under autocast, which keeps casts of weights for their second use."""
     for is_compressed in (False, True):
-        model, inputs = model_of(albert, is_compressed, 0.1), albert.training_inputs()
+        model, inputs = model_of(BERT, is_compressed, 0.1), BERT.training_inputs()
+        model.bert.encoder.layer[1] = model.bert.encoder.layer[0]
         for autocast in (False, True):
             plain = run(model, inputs, None, autocast=autocast)
             for policy in EXACT.values():
-                assert_same(run(model, inputs, policy, autocast=autocast), plain)
+                found = run(model, inputs, policy, autocast=autocast)
+                # gradients of a cast that two layers share are added up in bf16
+                assert_same(found, plain) if not autocast else None
+                assert error(found, plain) < 1e-2
 
 
 LONG = {
@@ -197,13 +202,18 @@ def test_a_forward_that_raised_leaves_nothing_behind(policy, error):
     assert_same(run(model, inputs, "rank"), plain)
 
 
-def test_backward_passes_once():
+@pytest.mark.parametrize("policy", ["rank", *ROUNDED.values()], ids=["rank", *ROUNDED])
+def test_backward_may_pass_again(policy):
     model, inputs = model_of(BERT, True, 0.1), BERT.training_inputs()
-    set_activation_policy(model, "rank")
+    set_activation_policy(model, policy)
     loss = model(**inputs).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward an extra time"):
-        loss.backward()
+    found = []
+    for retain in (True, True, False):
+        model.zero_grad()
+        loss.backward(retain_graph=retain)
+        found.append([parameter.grad for parameter in model.parameters()])
+    for again in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], again, strict=True))
 
 
 def test_what_was_kept_exact_may_not_be_written_to():
@@ -236,7 +246,7 @@ def test_in_recorded_steps_draws_are_kept(monkeypatch):
 def test_recorded_steps_refuse_draws_that_cannot_be_kept():
     model, inputs = model_of(BERT, False, 0.1, "eager"), BERT.training_inputs()
     set_activation_policy(model, "rank")
-    with fixed_shapes(), pytest.raises(ValueError, match="aten.bernoulli_.* set dropout to 0"):
+    with fixed_shapes(), pytest.raises(ValueError, match=r"aten.bernoulli_.* set dropout to 0"):
         model(**inputs)
 
 

@@ -7,12 +7,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig, get_peft_model
+from tests.memory.test_session_models import model_of
 from transformers import Trainer, TrainingArguments
 
 from hf_comera.memory import activation_policy, set_activation_policy
 from tests.architectures import ARCHITECTURES
 from tests.memory.policy_runs import EXACT, RANK, assert_same, run
-from tests.memory.test_session_models import model_of
 
 BERT = ARCHITECTURES["bert-mlm"]
 

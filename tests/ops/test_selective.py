@@ -63,11 +63,28 @@ def test_what_is_done_outside_of_it_need_not_be_done_again():
         if not made:
             with outside_of_selection():
                 made.append(weight @ weight)
-        return ((x @ made[0]).exp() @ weight).exp()
+        return ((x @ made[0]).tanh() @ weight).tanh()
 
     x = torch.randn(3, 8, requires_grad=True)
     found = gradient(function, x, keeps=lambda op, args: op is aten.mm.default)
     assert torch.equal(found, gradient(function, x))
+
+
+def test_what_is_kept_may_not_be_written_to():
+    x = torch.randn(3, 8, requires_grad=True)
+
+    def function(x):
+        return (x @ torch.ones(8, 8)).mul_(2).exp()
+
+    with pytest.raises(RuntimeError, match=r"shape \(3, 8\) that was kept .* modified in place.*'keep' for them"):
+        gradient(function, x, keeps=lambda op, args: op is aten.mm.default)
+
+
+def test_backward_may_pass_again():
+    x = torch.randn(3, 8, requires_grad=True)
+    y = recomputed(lambda x: (x @ torch.ones(8, 8)).tanh(), x, keeps=lambda op, args: op is aten.mm.default)
+    first, again = (torch.autograd.grad(y.sum(), x, retain_graph=True) for _ in range(2))
+    assert torch.equal(*first, *again)
 
 
 def test_autocast_casts_as_often_the_second_time():
