@@ -17,7 +17,7 @@ POLICIES: dict[str, str | ActivationPolicy] = {
     "rank": "rank",
     "rank, attention again": ActivationPolicy(attention="recompute"),
     "rank+fp8": "rank+fp8",
-    "rank+fp8, attention again": ActivationPolicy(attention="recompute", rest="fp8"),
+    "rank+fp8, attention kept": ActivationPolicy(storage="fp8"),
     "fp8": "fp8",
 }
 """By the name that rows have."""

@@ -62,6 +62,15 @@ def run(model, inputs, policy, *, autocast=False, set_policy=set_activation_poli
     return Run(loss.detach(), gradients, saved.total)
 
 
+def draw_as_a_gpu(monkeypatch):
+    """Dropout draws into a fresh tensor, as on a GPU; on a CPU torch's writes its numbers into one."""
+
+    def dropout(x, p=0.5, training=True, inplace=False):
+        return torch.native_dropout(x, p, True)[0] if training and p else x
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
+
+
 def assert_nothing_left():
     """No modes, no saved-tensor hooks, autocast as it was."""
     assert not _get_current_function_mode_stack()

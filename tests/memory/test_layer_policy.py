@@ -9,7 +9,16 @@ from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, LEDConfig,
 from hf_comera.memory import ActivationPolicy, set_activation_policy
 from hf_comera.ops.fused_loss import fixed_shapes
 from tests.architectures import ARCHITECTURES, SIZES, VOCABULARY, WORDS, Architecture, every_architecture
-from tests.memory.policy_runs import EXACT, ROUNDED, assert_nothing_left, assert_same, error, model_of, run
+from tests.memory.policy_runs import (
+    EXACT,
+    ROUNDED,
+    assert_nothing_left,
+    assert_same,
+    draw_as_a_gpu,
+    error,
+    model_of,
+    run,
+)
 
 SETTINGS = [  # (dropout, attention, autocast)
     pytest.param(0.1, "sdpa", False, id="sdpa-dropout"),
@@ -228,11 +237,7 @@ def test_what_was_kept_exact_may_not_be_written_to():
 
 def test_in_recorded_steps_draws_are_kept(monkeypatch):
     """A graph cannot set generators back: what a GPU's dropout draws is kept there, and not drawn again."""
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "dropout",
-        lambda x, p=0.5, training=True, inplace=False: torch.native_dropout(x, p, True)[0] if training and p else x,
-    )
+    draw_as_a_gpu(monkeypatch)
     model, inputs = model_of(BERT, False, 0.1, "eager"), BERT.training_inputs()
     with fixed_shapes():
         plain = run(model, inputs, None)
