@@ -133,24 +133,19 @@ class _Fused(Block):
         inner, outer = module.get_submodule(spec.inner), module.get_submodule(spec.outer)
         with without_autocast(x):
             rows = x.reshape(-1, x.shape[-1]).to(dtype)
-            if spec.gate is None:
-                maps: list[HiddenInput | None] = [inner.hidden_input(inner.to_latent(rows)), None]
-            elif spec.gate == spec.inner:
-                latent = inner.to_latent(rows)
-                whole = inner.hidden_input(latent)
+            layers = [inner] if spec.gate in (None, spec.inner) else [inner, module.get_submodule(spec.gate)]
+            lefts, rights = zip(*(layer.halves(dtype) for layer in layers), strict=True)
+            joint = nn.functional.linear(rows, lefts[0] if len(lefts) == 1 else torch.cat(lefts))  # one pass over rows
+            latents = joint.split([len(left) for left in lefts], dim=-1)
+            maps = [layer.hidden_input(*pair) for layer, *pair in zip(layers, latents, rights, strict=True)]
+            if spec.gate == spec.inner:
                 half = inner.out_features // 2
-                maps = [_columns(whole, slice(0, half)), _columns(whole, slice(half, None))]
-            else:
-                gate = module.get_submodule(spec.gate)
-                lefts = [inner.halves(dtype)[0], gate.halves(dtype)[0]]
-                joint = nn.functional.linear(rows, torch.cat(lefts))  # one pass over the input
-                latents = joint.split([left.shape[0] for left in lefts], dim=-1)
-                maps = [inner.hidden_input(latents[0]), gate.hidden_input(latents[1])]
-            left, _ = outer.halves(dtype)
+                maps = [_columns(maps[0], slice(0, half)), _columns(maps[0], slice(half, None))]
+            left, right = outer.halves(dtype)
             bits, share = self._drawn(rows, left)
-            name = _activation_name(_found(module, spec.activation))
-            latent = tiled_mlp(maps[0], left, activation=name, gate=maps[1], bits=bits, share=share)
-            return outer.from_latent(latent).view(*x.shape[:-1], outer.out_features)
+            name, gate = _activation_name(_found(module, spec.activation)), maps[1] if len(maps) == 2 else None
+            latent = tiled_mlp(maps[0], left, activation=name, gate=gate, bits=bits, share=share)
+            return outer.from_latent(latent, right).view(*x.shape[:-1], outer.out_features)
 
     def _drawn(self, rows: Tensor, left: Tensor) -> tuple[Tensor | None, float]:
         """What dropout keeps of the hidden layer, and the share of it."""

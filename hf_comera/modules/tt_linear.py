@@ -14,7 +14,7 @@ from hf_comera.ops.halves import RANK_MULTIPLE, layer_halves, padded_rank
 from hf_comera.ops.low_rank_linear import low_rank_linear
 from hf_comera.ops.precision import autocast_dtype, chain_dtype, without_autocast
 from hf_comera.ops.tiled_mlp import HiddenInput
-from hf_comera.ops.tt_linear import bias_as_rank, from_code, to_code
+from hf_comera.ops.tt_linear import bias_as_rank, from_code
 from hf_comera.tt import planner
 from hf_comera.tt.cores import contract_left, contract_right, core_shapes, draw_cores
 from hf_comera.tt.decomposition import tt_svd
@@ -105,18 +105,12 @@ class TTLinear(TensorTrainModule):
         left, right = self.halves(autocast_dtype(x))
         return low_rank_linear(x, left, right, self.bias, rank=self.middle_rank)
 
-    def to_latent(self, x: Tensor) -> Tensor:
-        """``(..., in_features) -> (..., R)``: the down-projection, by the left half."""
-        return to_code(x, self.halves(autocast_dtype(x))[0])
-
-    def from_latent(self, latent: Tensor) -> Tensor:
+    def from_latent(self, latent: Tensor, right: Tensor) -> Tensor:
         """``(..., R) -> (..., out_features)``: the up-projection, by the right half, and the bias."""
-        _, right = self.halves(latent.dtype)
         return from_code(*bias_as_rank(latent, right, self.bias, self.middle_rank))
 
-    def hidden_input(self, latent: Tensor) -> HiddenInput:
+    def hidden_input(self, latent: Tensor, right: Tensor) -> HiddenInput:
         """The up-projection of ``latent``, ``(T, R)``, for an operator that makes it a few rows at a time."""
-        _, right = self.halves(latent.dtype)
         latent, right, bias = bias_as_rank(latent, right, self.bias, self.middle_rank)
         return HiddenInput(latent, right, None if bias is None else bias.to(latent.dtype))
 
