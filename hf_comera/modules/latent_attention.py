@@ -288,16 +288,21 @@ def _project(module: nn.Module, spec: AttentionSpec, x: Tensor) -> list[_Project
     """Query, key and value, from one product of ``x`` with the left halves side by side."""
     dtype = autocast_dtype(x)
     lefts, rights, ones = _halves(module, spec, dtype)
-    latents = linear(x.to(dtype), torch.cat(lefts), torch.cat(ones)).split([len(left) for left in lefts], dim=-1)
+    latents = linear(x.to(dtype), torch.cat(lefts), ones).split([len(left) for left in lefts], dim=-1)
     return [_Projection(latents[index % len(latents)], right) for index, right in enumerate(rights)]
 
 
 def _halves(
     module: nn.Module, spec: AttentionSpec, dtype: torch.dtype
-) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-    """Left halves of the projections, right ones of query, key and value, and what to add to each latent."""
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
+    """Left halves of the projections, right ones of query, key and value, and what to add to all latents."""
     layers: list[TTLinear] = [_attribute(module, name) for name in spec.projections]
-    lefts, rights, ones = zip(*(_halves_with_bias(layer, dtype) for layer in layers), strict=True)
+    lefts, rights = zip(*(_halves_with_bias(layer, dtype) for layer in layers), strict=True)
+    ones, start = lefts[0].new_zeros(sum(map(len, lefts))), 0
+    for layer, left in zip(layers, lefts, strict=True):
+        if layer.bias is not None:
+            ones[start + layer.middle_rank].fill_(1)
+        start += len(left)
     if len(layers) == 1:
         keys = _size_of_value(module)
         rights = rights[0].split([layers[0].out_features - 2 * keys, keys, keys], dim=1)
@@ -310,22 +315,20 @@ def _size_of_value(module: Any) -> int:
     return int(heads) * int(getattr(module, module.spec.head_size))
 
 
-def _halves_with_bias(layer: TTLinear, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Halves of the layer, its bias a row of the right one, and what to add to the latent: one in that place.
+def _halves_with_bias(layer: TTLinear, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Halves of the layer, its bias a row of the right one, to which a one in the latent belongs.
 
     Shape:
-        ``(R, I)``, ``(R, O)``, ``(R,)``.
+        ``(R, I)``, ``(R, O)``.
     """
     left, right = layer.halves(dtype)
     if layer.bias is None:
-        return left, right, left.new_zeros(left.shape[0])
-    rank = layer.middle_rank
-    if rank == left.shape[0]:
-        left, right = pad(left, (0, 0, 0, RANK_MULTIPLE)), pad(right, (0, 0, 0, RANK_MULTIPLE))
-    # put in its place, not added: entries beside the bias must stay clear of an infinite one
-    right = torch.cat([right[:rank], layer.bias.to(dtype)[None], right[rank + 1 :]])
-    ones = pad(left.new_ones(1), (rank, left.shape[0] - rank - 1))
-    return left, right, ones
+        return left, right
+    if layer.middle_rank == len(left):
+        left, right = (pad(half, (0, 0, 0, RANK_MULTIPLE)) for half in (left, right))
+    place = torch.full((1,), layer.middle_rank, device=left.device)  # filled there: a graph reads nothing of the host
+    # copied, not added: entries beside the bias must stay clear of an infinite one
+    return left, right.index_copy(0, place, layer.bias.to(dtype)[None])
 
 
 def _plain_attention(
@@ -477,8 +480,8 @@ def _rate(module: nn.Module, spec: AttentionSpec) -> float:
 
 def _drops_fast(query_BTHD: Tensor, key: Tensor, mask: Tensor | None, rate: float) -> bool:
     """Whether dropout is our own: torch has no fused attention with dropout on a CPU."""
-    scores = query_BTHD.shape[:3].numel() * key.shape[2]
-    served = kept_bits.serves(query_BTHD.device, scores, rate)
+    batch, tokens, heads, _ = query_BTHD.shape
+    served = rate > 0 and kept_bits.serves(query_BTHD.device, batch * tokens * heads * key.shape[2], rate)
     return served and (mask is None or not mask.requires_grad)
 
 
