@@ -194,18 +194,18 @@ def time_interleaved(
 
 
 def saved_for_backward(compute: Callable[[], object], excluded: Iterable[Tensor]) -> int:
-    """Bytes that autograd keeps alive for the backward of ``compute()``, each storage counted once and whole.
+    """Bytes that are allocated in ``compute()`` and kept alive for its backward, each storage counted once and whole.
 
     Halves are built anew, as after an optimizer's step.
 
     Args:
-        compute: A forward pass; what it returns is held until the count is made.
-        excluded: Tensors that exist anyway: parameters, and the input where its cost is not asked for.
+        compute: A forward pass; of what it returns the graph alone is held until the count is made.
+        excluded: Tensors that are not counted.
     """
     note_parameter_edit()
     with SavedBytes(excluded) as saved:
-        result = compute()
-    del result
+        graph = getattr(compute(), "grad_fn", None)
+    del graph
     return saved.total
 
 

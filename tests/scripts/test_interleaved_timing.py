@@ -108,11 +108,15 @@ def test_saved_bytes_are_exact(module, needs_gradient, expected):
 
 
 def test_two_views_count_their_storage_once_and_whole_and_nothing_counts_without_gradients():
-    left, right = torch.randn(ROWS, 10).split(4, dim=1)[:2]
     weight = torch.randn(4, requires_grad=True)
-    assert saved_for_backward(lambda: left @ weight + right @ weight, [weight]) == ROWS * 10 * FLOAT
+
+    def compute():
+        left, right = torch.randn(ROWS, 10).split(4, dim=1)[:2]
+        return left @ weight + right @ weight
+
+    assert saved_for_backward(compute, [weight]) == ROWS * 10 * FLOAT
     with torch.no_grad():
-        assert saved_for_backward(lambda: left @ weight, [weight]) == 0
+        assert saved_for_backward(compute, [weight]) == 0
 
 
 def test_counting_leaves_the_gradients_right():
