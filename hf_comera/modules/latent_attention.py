@@ -477,8 +477,8 @@ def _rate(module: nn.Module, spec: AttentionSpec) -> float:
 
 def _drops_fast(query_BTHD: Tensor, key: Tensor, mask: Tensor | None, rate: float) -> bool:
     """Whether dropout is our own: torch has no fused attention with dropout on a CPU."""
-    scores = query_BTHD.shape[:3].numel() * key.shape[2]
-    served = kept_bits.serves(query_BTHD.device, scores, rate)
+    batch, tokens, heads, _ = query_BTHD.shape
+    served = rate > 0 and kept_bits.serves(query_BTHD.device, batch * tokens * heads * key.shape[2], rate)
     return served and (mask is None or not mask.requires_grad)
 
 

@@ -14,6 +14,7 @@ arXiv:1911.02150.
 # Shapes here: B = batch, T = tokens, S = tokens of key and value, H = heads, G = heads of key and value,
 # D = head size, R = numbers of a latent, N = rows.
 
+import torch
 from torch import Tensor
 
 from hf_comera.ops.precision import without_autocast
@@ -37,7 +38,7 @@ def absorbed_query(latent_q: Tensor, right_q: Tensor, right_k: Tensor, head_size
     key_HRD = _repeated(key_HRD, query_HRD.shape[0])
     heads, rank_q, rank_k = query_HRD.shape[0], query_HRD.shape[1], key_HRD.shape[1]
     with without_autocast(latent_q):
-        if _absorbing_pays(latent_q.shape[:2].numel(), rank_q, head_size, rank_k):
+        if _absorbing_pays(latent_q.shape[0] * latent_q.shape[1], rank_q, head_size, rank_k):
             absorbed_RHR = (query_HRD @ key_HRD.transpose(1, 2)).transpose(0, 1)
             return (latent_q @ absorbed_RHR.flatten(1)).unflatten(-1, (heads, rank_k))
         query_HND = (latent_q.flatten(0, 1) @ right_q).unflatten(-1, (heads, head_size)).transpose(0, 1)
@@ -81,6 +82,9 @@ def _repeated(right_GRD: Tensor, heads: int) -> Tensor:
 def _absorbing_pays(rows: int, rank: int, size: int, other_rank: int) -> bool:
     """Whether halves ``(rank, size)`` and ``(size, other_rank)`` are better multiplied before ``rows`` rows come.
 
-    One token that follows a cached text is a single row: its product with both halves is cheaper.
+    One token that follows a cached text is a single row: its product with both halves is cheaper. Exported programs,
+    whose rows may be any number, are made for many.
     """
+    if torch.compiler.is_exporting():
+        return rank * other_rank <= size * (rank + other_rank)
     return rank * size * other_rank + rows * rank * other_rank <= rows * size * (rank + other_rank)
