@@ -213,11 +213,12 @@ class LatentAttention(Block):
             return super().forward(hidden_states, **options)  # type: ignore[misc]
         spec = self.spec
         output_layer: TTLinear = _attribute(self, spec.output) if spec.output else output
+        dtype = autocast_dtype(hidden_states)
         with without_autocast(hidden_states):
-            projections = _project(self, spec, hidden_states)
+            projections = _project(self, spec, hidden_states.to(dtype))
             attend = _rotary_attention if spec.rotary else _plain_attention
             context, weights = attend(self, spec, projections, options)
-            left, right = output_layer.halves(autocast_dtype(hidden_states))
+            left, right = output_layer.halves(dtype)
             latent = output_latent(context, projections[2].right, left, int(getattr(self, spec.head_size)))
             y = output_layer.from_latent(latent, right)
         if spec.output_dropout is not None:
@@ -286,9 +287,8 @@ def attention_block(module: nn.Module) -> type[Block] | None:
 
 def _project(module: nn.Module, spec: AttentionSpec, x: Tensor) -> list[_Projection]:
     """Query, key and value, from one product of ``x`` with the left halves side by side."""
-    dtype = autocast_dtype(x)
-    lefts, rights, ones = _halves(module, spec, dtype)
-    latents = linear(x.to(dtype), torch.cat(lefts), ones).split([len(left) for left in lefts], dim=-1)
+    lefts, rights, ones = _halves(module, spec, x.dtype)
+    latents = linear(x, torch.cat(lefts), ones).split([len(left) for left in lefts], dim=-1)
     return [_Projection(latents[index % len(latents)], right) for index, right in enumerate(rights)]
 
 
@@ -390,8 +390,10 @@ def _rotated(
     if spec.norms:
         query, key = _attribute(module, spec.norms[0])(query), _attribute(module, spec.norms[1])(key)
     rotate = sys.modules[module.home].apply_rotary_pos_emb
-    rotated: tuple[Tensor, Tensor] = rotate(query.transpose(1, 2), key.transpose(1, 2), *rotations)
-    return rotated
+    rotated = rotate(query.transpose(1, 2), key.transpose(1, 2), *rotations)
+    # under autocast rotations are in float32, and so is what they give
+    query, key = (part.to(projections[0].latent.dtype) for part in rotated)
+    return query, key
 
 
 def _attend_rotated(

@@ -260,6 +260,6 @@ def _stacks(
     return _kept_stacks(tuple(tuple(map(tuple, place)) for place in shapes), tuple(map(tuple, padded)), device)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def _kept_stacks(shapes: Any, padded: Any, device: torch.device) -> RaggedStacks:
     return RaggedStacks(shapes, device, padded)

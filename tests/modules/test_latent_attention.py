@@ -253,3 +253,16 @@ def test_what_is_kept_goes_with_the_graph(name, monkeypatch):
         assert [reference() for reference in kept] == [None], "no cycle holds it until the garbage collector comes"
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_under_autocast_halves_are_in_16_bits(name, monkeypatch):
+    dtypes, original = set(), TTLinear.halves
+    monkeypatch.setattr(TTLinear, "halves", lambda self, dtype: dtypes.add(dtype) or original(self, dtype))
+    module, inputs = attention(name).float(), inputs_of(name)
+    inputs = {key: value.float() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+    if "position_embeddings" in inputs:
+        inputs["position_embeddings"] = tuple(part.float() for part in inputs["position_embeddings"])
+    with torch.autocast("cpu", torch.bfloat16):
+        module(**inputs)
+    assert dtypes == {torch.bfloat16}
