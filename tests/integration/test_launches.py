@@ -13,7 +13,7 @@ from hf_comera.modules.halves_bank import HalvesBank
 from tests.operation_count import CountComputations
 
 BUDGET = 780
-"""Blocks take more small operations than layers that share their halves, which take 650: so few tokens are not theirs."""
+"""Blocks take more small operations than layers alone that share their halves, which take 650."""
 
 
 def six_encoders():
