@@ -37,8 +37,8 @@ class LoopSettings:
     )
     activation_policy: str = setting(
         "keep",
-        "What is kept for backward. rank: what is cheap to make again is not, with the same gradients. rank+fp8: the "
-        "rest in FP8. fp8: all in FP8.",
+        "What layers keep for backward. rank: what is cheap to make again is not kept, with the same gradients. "
+        "rank+fp8: the rest in FP8. fp8: all in FP8.",
         choices=list(NAMED_POLICIES),
     )
     learning_rate: float = setting(2e-3, "Peak rate, as for the dense model; the cores get theirs from it.")

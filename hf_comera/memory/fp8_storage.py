@@ -64,6 +64,10 @@ class _Hooks(saved_tensors_hooks):
         self._min_bytes = min_bytes
         self._stored: dict[tuple[int, torch.dtype], _Storage] = {}
 
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._stored.clear()  # torch refers to these hooks and they to it: codes would wait for the garbage collector
+
     def stores(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, which is large, is stored in FP8."""
         raise NotImplementedError

@@ -1,12 +1,13 @@
 """hf_comera/memory/layer_policy.py: the same gradients from fewer bytes, on every architecture."""
 
 import copy
+import gc
 
 import pytest
 import torch
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, LEDConfig, LongformerConfig
 
-from hf_comera.memory import ActivationPolicy, set_activation_policy
+from hf_comera.memory import ActivationPolicy, SavedBytes, set_activation_policy
 from hf_comera.ops.fused_loss import fixed_shapes
 from tests.architectures import ARCHITECTURES, SIZES, VOCABULARY, WORDS, Architecture, every_architecture
 from tests.memory.policy_runs import (
@@ -276,3 +277,22 @@ def test_compiled(row, is_compressed, backend, policy):
     torch.testing.assert_close(loss.detach(), plain.loss)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, plain.gradients[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["keep", "rank", *ROUNDED.values()], ids=["keep", "rank", *ROUNDED])
+def test_backward_frees_what_was_kept_without_the_garbage_collector(policy):
+    model, inputs = model_of(BERT, False, 0.1, hidden_size=128), BERT.training_inputs()
+    set_activation_policy(model, policy)
+    model(**inputs).loss.backward()
+    gc.collect()
+    gc.disable()
+    try:
+        with SavedBytes() as saved:
+            loss = model(**inputs).loss
+            kept = saved.now
+            loss.backward()
+            model.zero_grad()
+            del loss
+        assert saved.total < 0.02 * kept
+    finally:
+        gc.enable()
