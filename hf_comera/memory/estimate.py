@@ -268,7 +268,7 @@ class _Made:
 
 
 def _core_copies(model: nn.Module) -> int:
-    """Bytes of cores that stacked halves copy for their own backward; those of stand-ins are built one by one.
+    """Bytes of cores that stacked halves copy for their own backward; those of fake tensors are built one by one.
 
     Cores that are converted are copied in both.
     """

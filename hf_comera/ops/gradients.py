@@ -19,7 +19,7 @@ def gradients_of(
     """Gradients of ``compute(tensors)`` for a gradient of its result; of one tensor in two places, one a place.
 
     Args:
-        compute: Differentiable; gets stand-ins of the tensors.
+        compute: Differentiable; gets aliases of the tensors.
         tensors: May hold None, and one tensor more than once.
         grad: Gradient of the result.
         create_graph: Whether the gradients can be differentiated again.
