@@ -13,11 +13,9 @@ from hf_comera.compress import (
     size_report,
 )
 from hf_comera.hub.build import get_comera_model
-from hf_comera.hub.cards import write_model_card
+from hf_comera.hub.cards import extend_trainer_cards, push_to_hub, write_model_card
 from hf_comera.hub.model import is_comera_model, merge_and_unload
-from hf_comera.hub.push import push_to_hub
 from hf_comera.hub.quantizer import register
-from hf_comera.hub.trainer_card import extend_trainer_cards
 from hf_comera.memory import (
     ActivationPolicy,
     MemoryEstimate,

@@ -1,4 +1,4 @@
-// Forward of ops/low_rank_linear.py: code = x left^T, y = code right + bias, in one launch. The code is written once
+// Forward of ops/low_rank.py: code = x left^T, y = code right + bias, in one launch. The code is written once
 // and never read back. One block does 32 tokens: its warps share the input features, add their sums in shared memory, and
 // then share the output features.
 #include "low_rank_tiles.h"

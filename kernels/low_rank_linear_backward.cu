@@ -1,4 +1,4 @@
-// Backward of ops/low_rank_linear.py in three launches, no atomics, the same bits each time:
+// Backward of ops/low_rank.py in three launches, no atomics, the same bits each time:
 // 1. gradient of the code and dx = dcode left, as the forward does its two products;
 // 2. dleft = dcode^T x, dright = code^T dy and dbias = column sums of dy, each block for a chunk of the tokens;
 // 3. sums over the chunks, in their order.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_comera.modules import TTLinear
-from hf_comera.ops.tt_linear import bias_as_rank, from_code, to_code
+from hf_comera.ops.low_rank import bias_as_rank, from_code, to_code
 from interleaved_timing import (
     DENSE,
     TENSOR_TRAIN,

@@ -9,8 +9,7 @@ from torch.nn.functional import embedding
 
 from hf_comera.modules import TTLinear, TTMEmbedding
 from hf_comera.ops import ttm_lookup, use_kernels
-from hf_comera.ops.halves import Side
-from hf_comera.ops.model_halves import model_halves
+from hf_comera.ops.halves import Side, model_halves
 from interleaved_timing import DENSE
 
 __all__ = ["CHAIN_OPS", "KERNEL", "TOKENS", "TORCH"]

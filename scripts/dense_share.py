@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from architecture_classes import model_class
 from hf_comera import ComeraConfig, plan
-from hf_comera.compress.matching import COMPRESSIBLE_TYPES
+from hf_comera.compress.selection import COMPRESSIBLE_TYPES
 from shrunken_configs import short_config
 
 __all__ = ["dense_share"]

@@ -138,7 +138,7 @@ STEPS = (
         "tests-other",
         90,
         ["tests/training", "tests/ops", "tests/optim", "tests/modules", "tests/integration"],
-        ["tests/ops/test_bit_mask.py"],
+        ["tests/ops/test_bit_dropout_masks.py"],
     ),
     sanitized("synccheck", 50),
     sanitized("initcheck", 70),

@@ -40,7 +40,7 @@ def pretend_a_gpu() -> None:
     replacements = Replacements()
     use_tape(replacements)
     serve_devices("cpu")
-    replacements.setattr("hf_comera.training.graphed_step.why_not_captured", lambda optimizer: None)
+    replacements.setattr("hf_comera.training.cuda_graphs.step.why_not_captured", lambda optimizer: None)
     replacements.setattr(step_timing, "COMPILER", "eager")
 
 

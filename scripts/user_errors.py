@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hf_comera
-from hf_comera.hub.saving import disk_refusal
+from hf_comera.hub.checkpoint import disk_refusal
 
 PACKAGE = Path(hf_comera.__file__).resolve().parent
 STATUS = 2  # that of argparse

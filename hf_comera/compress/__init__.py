@@ -3,8 +3,7 @@
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.explain import Explanation, explain
 from hf_comera.compress.plan import CompressionPlan, LayerPlan, plan
-from hf_comera.compress.rank_report import RankReport, rank_report
-from hf_comera.compress.size import SizeReport, print_trainable_parameters, size_report
+from hf_comera.compress.reports import RankReport, SizeReport, print_trainable_parameters, rank_report, size_report
 
 __all__ = [
     "ComeraConfig",

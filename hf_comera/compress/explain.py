@@ -1,19 +1,34 @@
 """``explain``: what the layers of a compressed model cost against dense ones, and what stands in the way of speed."""
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from transformers import PreTrainedModel
 
-from hf_comera.compress.speed_notes import fused_layers, speed_notes
-from hf_comera.modules import CompressedLayer, TTLinear, compressed_layers
+from hf_comera.modules import CompressedLayer, TiedHead, TTLinear, TTMEmbedding, compressed_layers
+from hf_comera.modules.block import Block
+from hf_comera.modules.fast_dropout import FastDropout
+from hf_comera.modules.head_and_loss import LANGUAGE_MODELS, HeadAndLoss
+from hf_comera.modules.latent_attention import LatentAttention
+from hf_comera.modules.stamp import can_keep
+from hf_comera.ops.bit_dropout import WORTH_BITS
+from hf_comera.ops.cuda.build import find_nvcc
+from hf_comera.ops.cuda.dispatch import kernels_serve
+from hf_comera.ops.cuda.halves import Half, half_refusal
+from hf_comera.ops.cuda.library import kernels_refusal
+from hf_comera.ops.cuda.switch import kernels_are_wanted
+from hf_comera.ops.cuda.ttm_embedding import lookup_refusal
 from hf_comera.ops.halves import padded_rank
+from hf_comera.ops.ttm_embedding import half_tables
 from hf_comera.tt.planner import RULE, Product, half_products, path_products, total_cost
 
-__all__ = ["Explanation", "FamilyCost", "explain"]
+__all__ = ["Explanation", "FamilyCost", "explain", "fused_layers", "kernel_notes", "speed_notes"]
 
 WIDTH = 119
 SHOWN_NAMES = 2
@@ -190,3 +205,165 @@ def _against(compressed: int, dense: int) -> str:
             shown = f"{compressed / unit:.3g} {letter}"
             break
     return f"{shown} ({dense / compressed:.1f}x)" if compressed else shown
+
+
+def speed_notes(
+    model: nn.Module, rows: Sequence["FamilyCost"], device: torch.device, dtype: torch.dtype
+) -> tuple[str, ...]:
+    """All notes that apply, the most general first."""
+    return (
+        *_about_the_machine(device, dtype),
+        *kernel_notes(model, device, dtype),
+        *_about_blocks(model),
+        *_about_dropout(model, device),
+        *_about_head_and_loss(model),
+        *_about_paths(model, rows),
+    )
+
+
+def fused_layers(model: nn.Module) -> dict[TTLinear, str]:
+    """The layers that a block computes together with others, and the name of the block."""
+    return {
+        layer: module.title
+        for module in model.modules()
+        if isinstance(module, Block) and module.is_complete and module.refusal() is None
+        for layer in module.fused_layers()
+    }
+
+
+def _about_the_machine(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    if not torch.cuda.is_available():
+        yield "No GPU: torch finds no CUDA device, so the model runs on the CPU."
+    elif device.type != "cuda":
+        yield f"A GPU is there, but the model is on {device.type!r}: model.to('cuda') moves it."
+    if find_nvcc() is None:
+        yield "No nvcc found: CUDA sources cannot be built, so operators run in plain torch."
+    if dtype == torch.float64:
+        yield "dtype float64: twice the bytes of float32 and half its speed at best; models train in float32 or less."
+    elif dtype == torch.float32 and device.type == "cuda":
+        yield "dtype float32: bfloat16 (bf16=True of the Trainer) multiplies several times as fast on a GPU."
+
+
+def _about_paths(model: nn.Module, rows: Sequence["FamilyCost"]) -> Iterator[str]:
+    if not rows:
+        yield (
+            "No layer is in tensor-train form. Compress the model with get_comera_model(model, ComeraConfig(rank=30))."
+        )
+    dense = [row.label for row in rows if row.path == "dense"]
+    if dense:
+        yield (
+            f"The dense matrix, built from the train, is the soonest way: {'; '.join(dense)}. At these ranks a train "
+            "saves parameters at best, not time; lower the rank for speed."
+        )
+    slow = [row.label for row in rows if row.path == "low-rank" and row.flops > row.dense_flops]
+    if slow:
+        yield (
+            f"More FLOPs than dense: {'; '.join(slow)}. There are too few rows to make up for building the halves. "
+            "More rows in a batch, lower ranks, or exclude_modules."
+        )
+    heads = [name for name, module in model.named_modules() if isinstance(module, TiedHead)]
+    if heads:
+        yield f"Not in the table: {', '.join(heads)}, which multiplies with the table of the embedding."
+
+
+def _about_blocks(model: nn.Module) -> Iterator[str]:
+    blocks = [module for module in model.modules() if isinstance(module, Block) and module.is_complete]
+    refusals = Counter((block.title, reason) for block in blocks if (reason := block.refusal()) is not None)
+    for (title, reason), count in refusals.items():
+        total = sum(block.title == title for block in blocks)
+        yield f"{count} of {total} modules do without {title}: {reason}."
+    fused = fused_layers(model)
+    layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, TTLinear)}
+    alone = [name for layer, name in layers.items() if layer not in fused and not layer.is_removed]
+    if alone and not refusals:
+        others = f" and {len(alone) - 1} others" if len(alone) > 1 else ""
+        yield f"Layers that no block serves compute alone: {alone[0]}{others}."
+    attentions: list[Any] = [block for block in blocks if isinstance(block, LatentAttention)]
+    caching = [block for block in attentions if getattr(block, "is_causal", False)]
+    if caching and not any(title == LatentAttention.title for title, _ in refusals):
+        numbers = [block.cached_numbers() for block in caching]
+        latents, wide = map(sum, zip(*numbers, strict=True))
+        yield f"In generation {len(caching)} attention layers cache {latents:,} numbers a token instead of {wide:,}."
+    if fused:
+        yield "Layers in a block never write their output, or only a part of it: they take less than the table counts."
+
+
+def _about_dropout(model: nn.Module, device: torch.device) -> Iterator[str]:
+    drawing = [module for module in model.modules() if isinstance(module, nn.Dropout) and 0 < module.p < 1]
+    fast, on_cpu = sum(isinstance(module, FastDropout) for module in drawing), device.type in ("cpu", "meta")
+    if fast and on_cpu:
+        yield f"Training, {fast} dropouts draw four entries at a time where they have {WORTH_BITS:,} or more."
+    elif fast:
+        yield f"Training, {fast} dropouts are torch's: drawing several entries at a time is for a CPU."
+    if len(drawing) > fast and on_cpu:
+        yield (
+            f"{len(drawing) - fast} dropouts draw one entry at a time, in one thread: they are of a class of their "
+            "own, or the model was not made by get_comera_model. nn.Dropout itself would be faster, or a rate of 0."
+        )
+
+
+def _about_head_and_loss(model: nn.Module) -> Iterator[str]:
+    if not isinstance(model, PreTrainedModel) or not type(model).__name__.endswith(LANGUAGE_MODELS):
+        return
+    block = HeadAndLoss.of(model)
+    if isinstance(block, str):
+        yield f"All logits exist while it trains, also of tokens without a label: {block}."
+    elif "head_and_loss" not in vars(model):
+        yield "Head and loss as one block is off: set_head_and_loss(model) computes logits for labelled tokens only."
+
+
+def kernel_notes(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """What is true for ``model`` on a GPU, where layers compute in ``dtype``; nothing elsewhere."""
+    if device.type == "cuda" and not kernels_are_wanted():
+        yield "CUDA kernels are off, since none has run on a GPU yet: hf_comera.ops.use_kernels() turns them on."
+    elif device.type == "cuda" and (reason := kernels_refusal(device)):
+        yield f"CUDA kernels cannot run: {reason}. Operators run in plain torch."
+    elif kernels_serve(device):
+        layers = [
+            (name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, TTLinear | TTMEmbedding) and not module.is_removed
+        ]
+        yield from _about_halves([(name, layer) for name, layer in layers if isinstance(layer, TTLinear)], dtype)
+        yield from _about_lookups([(name, layer) for name, layer in layers if isinstance(layer, TTMEmbedding)])
+
+
+def _about_halves(layers: list[tuple[str, TTLinear]], dtype: torch.dtype) -> Iterator[str]:
+    refused = {name: reason for name, layer in layers if (reason := _halves_refusal(layer, dtype))}
+    if len(refused) < len(layers):
+        yield f"CUDA kernels make the halves of {len(layers) - len(refused)} layers in one call, and their gradients."
+    yield from _left_to_torch("Halves", refused)
+
+
+def _about_lookups(layers: list[tuple[str, TTMEmbedding]]) -> Iterator[str]:
+    refused = {name: reason for name, layer in layers if (reason := _lookup_refusal(layer))}
+    taken = [name for name, _ in layers if name not in refused]
+    if taken:
+        yield f"CUDA kernels look up the rows of {', '.join(taken)}; heads tied to them stay in plain torch."
+    yield from _left_to_torch("Lookups", refused)
+
+
+def _left_to_torch(what: str, refused: dict[str, str]) -> Iterator[str]:
+    """One note for each reason."""
+    for reason in dict.fromkeys(refused.values()):
+        names = [name for name, other in refused.items() if other == reason]
+        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        yield f"{what} of {names[0]}{others} are made in plain torch, not by CUDA kernels: {reason}."
+
+
+def _halves_refusal(layer: TTLinear, dtype: torch.dtype) -> str | None:
+    if not can_keep(layer.train_parameters()):
+        return "their cores are sharded, or computed from something else"
+    cores, gates = ([each.detach().contiguous() for each in part] for part in (layer.cores(), layer.rank_gates()))
+    num_in = len(layer.in_factors)
+    rank = padded_rank(layer.ranks[num_in - 1])
+    left = Half(cores[:num_in], True, layer.in_features, rank, gates[:num_in])
+    right = Half(cores[num_in:], False, layer.out_features, rank, gates[num_in:])
+    return half_refusal(left, dtype) or half_refusal(right, dtype)
+
+
+@torch.no_grad()
+def _lookup_refusal(layer: TTMEmbedding) -> str | None:
+    tables = half_tables(layer.gated_cores())
+    ids = torch.empty(0, dtype=torch.int64, device=tables.left.device)
+    return lookup_refusal(ids, tables.left, tables.right, layer.cores()[0].dtype)

@@ -13,8 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_comera.compress.config import ComeraConfig
-from hf_comera.compress.matching import COMPRESSIBLE_TYPES, pattern_value, select_layers
-from hf_comera.compress.targets import ALL_LINEAR
+from hf_comera.compress.selection import ALL_LINEAR, COMPRESSIBLE_TYPES, pattern_value, select_layers
 from hf_comera.modules import CompressedLayer
 from hf_comera.modules.factorized_embedding import check_width
 from hf_comera.ops.halves import padded_rank

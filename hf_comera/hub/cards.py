@@ -1,5 +1,6 @@
 """Model cards: write or refresh the ``README.md`` of a compressed model from measured values only."""
 
+import functools
 import json
 import os
 import re
@@ -7,18 +8,33 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import CommitInfo, HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import validate_repo_id
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.modelcard import TrainingSummary
 
-from hf_comera.compress.size import SizeReport, size_report
+from hf_comera.compress.reports import SizeReport, size_report
 from hf_comera.hub.model import TAGS, is_comera_model
 
-__all__ = ["check_repo_id", "require_compressed", "with_own_part", "write_model_card"]
+__all__ = [
+    "check_repo_id",
+    "extend_trainer_cards",
+    "push_to_hub",
+    "require_compressed",
+    "with_own_part",
+    "write_model_card",
+]
 
 # Last part of a model's class name -> the Auto class that loads it and its task on the Hub, where that is certain.
 TASKS = {
@@ -267,3 +283,95 @@ def _merge(card: ModelCard, fresh: ModelCard, path: Path) -> ModelCard:
     for key, value in (fresh.data.to_dict() | {"tags": tags, "pipeline_tag": task}).items():
         card.data[key] = value
     return card
+
+
+@functools.cache
+def extend_trainer_cards() -> None:
+    """Have Transformers' summaries of training runs with compressed models tell how to load these; once a process."""
+    original = TrainingSummary.from_trainer
+
+    @functools.wraps(original)
+    def from_trainer(cls: type[TrainingSummary], trainer: Any, *args: Any, **kwargs: Any) -> TrainingSummary:
+        summary = original.__func__(cls, trainer, *args, **kwargs)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if is_comera_model(model):
+            write = summary.to_model_card
+            summary.to_model_card = lambda: with_own_part(write(), model, Path(trainer.args.output_dir))
+        return summary
+
+    TrainingSummary.from_trainer = classmethod(from_trainer)
+
+
+def push_to_hub(
+    model: PreTrainedModel,
+    repo_id: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+    commit_message: str | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    **card_fields: Any,
+) -> CommitInfo:
+    """Save ``model``, ``tokenizer`` and a model card to the Hub repository ``repo_id``, made if it is not there.
+
+    Everything is written to a temporary folder first, so a setting that is refused leaves the Hub as it was. The text
+    that a card on the Hub has outside hf_comera's part is kept.
+
+    Args:
+        model: A compressed model.
+        repo_id: ``"user/name"``, or ``"name"`` for the account of ``token``.
+        tokenizer: Tokenizer or processor to store beside the model.
+        commit_message: Title of the commit.
+        private: Whether a new repository is private. None: the account's default.
+        token: Access token. None: the one that ``hf auth login`` stored.
+        revision: Branch to write to, made if it is not there. None: ``main``.
+        create_pr: Open a pull request instead of writing to the branch.
+        **card_fields: ``base_model``, ``training_data``, ``metrics``, ``license``, ``language`` and
+            ``training_command`` of :func:`hf_comera.write_model_card`.
+
+    Returns:
+        The commit; ``.commit_url`` shows it.
+
+    Raises:
+        ValueError: If the model is not compressed, ``repo_id`` is no name of a repository, or the card cannot be
+            written from ``card_fields``.
+    """
+    require_compressed(model)
+    check_repo_id(repo_id)
+    api = HfApi(token=token)
+    if "/" not in repo_id:
+        repo_id = f"{api.whoami()['name']}/{repo_id}"
+    with TemporaryDirectory() as directory:
+        folder = Path(directory)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        _fetch_card(api, repo_id, revision, folder)
+        model.save_pretrained(folder)
+        write_model_card(model, folder, repo_id=repo_id, **card_fields)  # names the id of the save
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None and not revision.startswith("refs/"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        return api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message=commit_message or "Upload tensor-train model with hf_comera",
+            revision=revision,
+            create_pr=create_pr,
+        )
+
+
+def _fetch_card(api: HfApi, repo_id: str, revision: str | None, folder: Path) -> None:
+    """Bring the card that the new one has to keep the text of into ``folder``; there may be none.
+
+    A branch that is not there yet will start from ``main``, and so does its card.
+    """
+    try:
+        api.hf_hub_download(repo_id, "README.md", revision=revision, local_dir=folder)
+    except RevisionNotFoundError:
+        _fetch_card(api, repo_id, None, folder)
+    except LocalEntryNotFoundError:  # says that the Hub could not be reached, not that there is no card
+        raise
+    except (EntryNotFoundError, RepositoryNotFoundError):
+        return

@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_comera.compress import size
+from hf_comera.compress import reports
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.plan import CompressionPlan, LayerPlan
-from hf_comera.compress.rank_report import RankReport, rank_report
-from hf_comera.compress.record import record_digest
-from hf_comera.compress.size import size_report
+from hf_comera.compress.record import check_record, record_digest
+from hf_comera.compress.reports import RankReport, rank_report, size_report
 from hf_comera.compress.surgery import merge_model
-from hf_comera.hub.parts import compressed_parts
-from hf_comera.hub.saving import NOTICE, RECORDS, SAVE_ID, atomic_save, new_save_id, stamped
+from hf_comera.hub.checkpoint import NOTICE, RECORDS, SAVE_ID, atomic_save, new_save_id, stamped
 from hf_comera.memory import ActivationPolicy, set_activation_policy
 from hf_comera.modules import (
     CompressedLayer,
@@ -37,7 +35,7 @@ from hf_comera.modules import (
 from hf_comera.modules.fusion import fuse, unfuse
 from hf_comera.modules.head_and_loss import LANGUAGE_MODELS, HeadAndLoss, head_and_loss_forward, set_head_and_loss
 
-__all__ = ["ComeraModel", "attach", "is_comera_model", "merge_and_unload"]
+__all__ = ["ComeraModel", "adopt_parts", "attach", "compressed_parts", "is_comera_model", "merge_and_unload"]
 
 TAGS = ["comera", "tensor-train"]
 """How the Hub can find compressed models."""
@@ -97,7 +95,7 @@ class ComeraModel:
 
     def print_trainable_parameters(self) -> None:
         """Print parameters and bytes, dense and compressed, and the ratios."""
-        size.print_trainable_parameters(self)
+        reports.print_trainable_parameters(self)
 
     def rank_report(self) -> RankReport:
         """Ranks of every layer before and after rank adaptation, the size over the steps. Print it, or plot it."""
@@ -327,3 +325,47 @@ def _comera_class(dense_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
 def _new_instance(dense_class: type[PreTrainedModel]) -> Any:
     cls = _comera_class(dense_class)
     return cls.__new__(cls)
+
+
+def compressed_parts(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """The parts that hold compressed layers and do not share the config of what is around them, by name."""
+    return {
+        name: part
+        for name, part in _parts(model).items()
+        if any(isinstance(module, CompressedLayer) for module in part.modules())
+    }
+
+
+def adopt_parts(model: PreTrainedModel, config: ComeraConfig) -> None:
+    """Record in ``config`` the layers that the configs of the parts record, if it knows none of ``model``.
+
+    A model put together of compressed ones (``EncoderDecoderModel``) is saved without a record of its own, and
+    Transformers hands on that of its decoder.
+
+    Raises:
+        ValueError: If an entry of those records cannot be.
+    """
+    names = {name for name, _ in model.named_modules()}
+    if names.isdisjoint(config.layers or ()):
+        config.layers = _layers_of_parts(model) or config.layers
+        check_record(config.layers)  # configs of parts were not read through ComeraConfig.from_dict
+
+
+def _layers_of_parts(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
+    """All records of the parts, under the names that the layers have in ``model``."""
+    found = {}
+    for name, part in _parts(model).items():
+        recorded = getattr(part.config, "quantization_config", None) or {}
+        layers = recorded.get("layers") if isinstance(recorded, dict) else recorded.layers
+        found |= {f"{name}.{layer}": entry for layer, entry in (layers or {}).items()}
+    return found
+
+
+def _parts(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    seen = {id(model.config)}
+    parts = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and id(module.config) not in seen:
+            seen.add(id(module.config))
+            parts[name] = module
+    return parts

@@ -25,15 +25,13 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 
 from hf_comera.compress.config import ComeraConfig
-from hf_comera.compress.coverage import warn_if_mostly_dense
 from hf_comera.compress.plan import CompressionPlan, plan
+from hf_comera.compress.reports import warn_if_mostly_dense
 from hf_comera.compress.surgery import decompose_layer, link_tied, replace_layers, untie
-from hf_comera.hub.checkpoint import check_checkpoint, is_dense_checkpoint
-from hf_comera.hub.model import attach, guard_keys
-from hf_comera.hub.parts import adopt_parts
-from hf_comera.hub.saving import NOTICE
+from hf_comera.hub.checkpoint import NOTICE, check_checkpoint, is_dense_checkpoint
+from hf_comera.hub.model import adopt_parts, attach, guard_keys
 from hf_comera.modules import CompressedLayer, TensorTrainModule, TiedHead
-from hf_comera.modules.lazy_weight import edits_left_out
+from hf_comera.modules.base import edits_left_out
 
 __all__ = ["ComeraQuantizer", "register"]
 

@@ -1,10 +1,9 @@
 """What autograd keeps for backward: rebuilt from codes, computed again, stored in fewer bits, or kept."""
 
-from hf_comera.memory.attach import activation_policy, set_activation_policy
+from hf_comera.memory.attach import SavedBytes, activation_policy, set_activation_policy
 from hf_comera.memory.estimate import MemoryEstimate, estimate_memory
 from hf_comera.memory.fp8_linears import Fp8LinearsReport, set_fp8_linears
 from hf_comera.memory.policy import ActivationPolicy
-from hf_comera.memory.saved_bytes import SavedBytes
 
 __all__ = [
     "ActivationPolicy",

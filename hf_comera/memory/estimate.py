@@ -21,9 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from hf_comera.memory.attach import activation_policy, set_activation_policy
+from hf_comera.memory.attach import SavedBytes, activation_policy, set_activation_policy
 from hf_comera.memory.policy import NAMED_POLICIES, ActivationPolicy, as_policy
-from hf_comera.memory.saved_bytes import SavedBytes
 from hf_comera.modules.halves_bank import core_copies
 from hf_comera.modules.tt_linear import TTLinear
 from hf_comera.ops.cuda.dispatch import kernels_serve

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_comera.ops.fp8_activations import GROUP_SIZE, Fp8Tensor, store_by_group
+from hf_comera.ops.fp8 import ACTIVATION_GROUP_SIZE, Fp8Tensor, store_by_group
 from hf_comera.ops.selective import Kept
 
 __all__ = ["Fp8Activations", "Fp8Input", "store_kept"]
@@ -139,7 +139,7 @@ class Fp8Activations(_Hooks):
     def stores(self, tensor: Tensor) -> bool:
         """Whether it is an activation."""
         shape = tensor.shape
-        if tensor.dim() < 2 or shape[-1] < GROUP_SIZE or tensor.untyped_storage()._cdata in self._exact:
+        if tensor.dim() < 2 or shape[-1] < ACTIVATION_GROUP_SIZE or tensor.untyped_storage()._cdata in self._exact:
             return False
         if tensor.dim() == 2:
             return shape[0] == self._rows

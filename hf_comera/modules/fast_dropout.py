@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from hf_comera.ops import kept_bits
+from hf_comera.ops import bit_dropout
 
 __all__ = ["FastDropout", "quicken_dropout", "restore_dropout"]
 
@@ -25,12 +25,12 @@ class FastDropout(nn.Dropout):
         """
         if not self.training or not self._serves(input):
             return super().forward(input)
-        bits = kept_bits.draw_kept((input.numel(),), self.p)
-        return kept_bits.drop(input, bits, kept_bits.kept_share(self.p))
+        bits = bit_dropout.draw_kept((input.numel(),), self.p)
+        return bit_dropout.drop(input, bits, bit_dropout.kept_share(self.p))
 
     def _serves(self, x: Tensor) -> bool:
         plain = x.layout is torch.strided and not x.is_nested and x.is_floating_point() and not _is_followed(x)
-        return plain and not self.inplace and kept_bits.serves(x.device, x.numel(), self.p)
+        return plain and not self.inplace and bit_dropout.serves(x.device, x.numel(), self.p)
 
 
 def _is_followed(x: Tensor) -> bool:

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_comera.modules.stamp import Stamp, can_keep, note_parameter_edit
-from hf_comera.ops.halves import Side
-from hf_comera.ops.model_halves import model_halves
+from hf_comera.ops.halves import Side, model_halves
 from hf_comera.ops.precision import chain_dtype, without_autocast
 from hf_comera.ops.selective import outside_of_selection
 

@@ -23,12 +23,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_comera.modules.block import Block, is_watched, layer_refusal, text_digest
 from hf_comera.modules.tt_linear import TTLinear
-from hf_comera.ops import kept_bits
-from hf_comera.ops.dropped_attention import dropped_attention
+from hf_comera.ops import bit_dropout
+from hf_comera.ops.autograd import is_transformed
 from hf_comera.ops.fused_loss import is_recorded
-from hf_comera.ops.gradients import is_transformed
 from hf_comera.ops.halves import RANK_MULTIPLE, padded_rank
-from hf_comera.ops.latent_attention import absorbed_query, output_latent
+from hf_comera.ops.latent_attention import absorbed_query, dropped_attention, output_latent
 from hf_comera.ops.precision import autocast_dtype, without_autocast
 from hf_comera.ops.selective import is_fused_attention
 
@@ -447,8 +446,8 @@ def _attend(
     given |= {option: _attribute(module, name, None) for option, name in spec.options}
     if implementation == "sdpa" and not spec.rotary and _drops_fast(query_BTHD, key, mask, rate):
         is_causal = tokens > 1 and mask is None and given.get("is_causal", module.is_causal)
-        bits = kept_bits.draw_kept((*query_BTHD.shape[:3], key.shape[2]), rate)
-        share = kept_bits.kept_share(rate)
+        bits = bit_dropout.draw_kept((*query_BTHD.shape[:3], key.shape[2]), rate)
+        share = bit_dropout.kept_share(rate)
         parts = query_BTHD, key[:, 0], value[:, 0], bits, mask
         return dropped_attention(*parts, share=share, is_causal=is_causal, scale=scaling), None
     dtype, exact = query_BTHD.dtype, torch.float32
@@ -483,7 +482,7 @@ def _rate(module: nn.Module, spec: AttentionSpec) -> float:
 def _drops_fast(query_BTHD: Tensor, key: Tensor, mask: Tensor | None, rate: float) -> bool:
     """Whether dropout is our own: torch has no fused attention with dropout on a CPU."""
     batch, tokens, heads, _ = query_BTHD.shape
-    served = rate > 0 and kept_bits.serves(query_BTHD.device, batch * tokens * heads * key.shape[2], rate)
+    served = rate > 0 and bit_dropout.serves(query_BTHD.device, batch * tokens * heads * key.shape[2], rate)
     return served and (mask is None or not mask.requires_grad)
 
 

@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from hf_comera.modules.block import Block, is_watched, layer_refusal, text_digest
 from hf_comera.modules.fast_dropout import FastDropout
 from hf_comera.modules.tt_linear import TTLinear
-from hf_comera.ops import kept_bits
+from hf_comera.ops import bit_dropout
 from hf_comera.ops.precision import autocast_dtype, without_autocast
 from hf_comera.ops.tiled_mlp import HiddenInput, tiled_mlp
 
@@ -153,8 +153,8 @@ class _Fused(Block):
         dropout = _found(self, self.spec.hidden_dropout) if self.spec.hidden_dropout else None
         if dropout is None or not dropout.training or dropout.p == 0:
             return None, 1.0
-        bits = kept_bits.draw_kept((len(rows), left.shape[1]), dropout.p, rows.device)
-        return bits, kept_bits.kept_share(dropout.p)
+        bits = bit_dropout.draw_kept((len(rows), left.shape[1]), dropout.p, rows.device)
+        return bits, bit_dropout.kept_share(dropout.p)
 
 
 class TiledMLP(_Fused):

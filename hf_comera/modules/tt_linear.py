@@ -9,12 +9,10 @@ from torch import Tensor, nn
 from hf_comera.modules.base import TensorTrainModule, removed_output
 from hf_comera.modules.halves_bank import HalvesBank
 from hf_comera.modules.stamp import can_keep
-from hf_comera.ops.dense_linear import dense_linear
 from hf_comera.ops.halves import RANK_MULTIPLE, layer_halves, padded_rank
-from hf_comera.ops.low_rank_linear import low_rank_linear
+from hf_comera.ops.low_rank import bias_as_rank, dense_linear, from_code, low_rank_linear
 from hf_comera.ops.precision import autocast_dtype, chain_dtype, without_autocast
 from hf_comera.ops.tiled_mlp import HiddenInput
-from hf_comera.ops.tt_linear import bias_as_rank, from_code
 from hf_comera.tt import planner
 from hf_comera.tt.cores import contract_left, contract_right, core_shapes, draw_cores
 from hf_comera.tt.decomposition import tt_svd

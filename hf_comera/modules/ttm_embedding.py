@@ -10,9 +10,7 @@ from hf_comera.modules.base import TensorTrainModule, removed_output
 from hf_comera.modules.stamp import Kept, can_keep
 from hf_comera.ops import ttm_lookup, ttm_project
 from hf_comera.ops.precision import autocast_input, without_autocast
-from hf_comera.ops.ttm_lookup import check_ids, look_up_in_tables
-from hf_comera.ops.ttm_project import project_on_tables
-from hf_comera.ops.ttm_tables import half_tables
+from hf_comera.ops.ttm_embedding import check_ids, half_tables, look_up_in_tables, project_on_tables
 from hf_comera.tt.cores import core_shapes, draw_cores
 from hf_comera.tt.decomposition import ttm_svd
 from hf_comera.tt.shapes import balanced_factors, check_factors, factorize, useful_ranks

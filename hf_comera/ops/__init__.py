@@ -1,11 +1,8 @@
 """Differentiable operators: schema, fake, plain-torch reference and backward; one operator a file."""
 
 from hf_comera.ops.cuda.switch import use_kernels
-from hf_comera.ops.dense_linear import dense_linear
-from hf_comera.ops.low_rank_linear import low_rank_linear
-from hf_comera.ops.tt_linear import tt_linear
-from hf_comera.ops.ttm_lookup import ttm_lookup
-from hf_comera.ops.ttm_project import ttm_project
+from hf_comera.ops.low_rank import dense_linear, low_rank_linear, tt_linear
+from hf_comera.ops.ttm_embedding import ttm_lookup, ttm_project
 
 __all__ = [
     "dense_linear",

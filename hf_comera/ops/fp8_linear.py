@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from torch.utils.weak import TensorWeakRef
 
-from hf_comera.ops.fp8_activations import Fp8Tensor, store_by_tensor
+from hf_comera.ops.fp8 import Fp8Tensor, store_by_tensor
 from hf_comera.ops.precision import without_autocast
 
 __all__ = ["FEATURE_MULTIPLE", "fp8_device_refusal", "fp8_linear"]

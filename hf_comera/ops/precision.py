@@ -1,11 +1,20 @@
-"""Which dtype an operator works in: autocast applies to activations and is kept away from the tiny chains of cores."""
+"""The dtype of an operator: autocast for activations, at least float32 for chains of cores, TF32 for products."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["autocast_dtype", "autocast_input", "chain_dtype", "without_autocast"]
+__all__ = [
+    "autocast_dtype",
+    "autocast_input",
+    "chain_dtype",
+    "exact_float32_products",
+    "uses_tf32",
+    "without_autocast",
+]
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
@@ -37,3 +46,47 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 def chain_dtype(core: Tensor) -> torch.dtype:
     """The dtype in which cores are contracted: at least float32, since the chain is tiny and its errors add up."""
     return torch.promote_types(core.dtype, torch.float32)
+
+
+_INHERITS = "none"
+_EXACT = (_INHERITS, "ieee")  # inherited all the way, that is float32 as well
+
+# Of the device's products, last, and of what they inherit from while they say "none". cudnn's is CUDA's as a whole.
+_BACKENDS: Any = torch.backends
+_SETTINGS: tuple[tuple[Any, ...], ...] = (
+    (_BACKENDS, _BACKENDS.cudnn, _BACKENDS.cuda.matmul),
+    (_BACKENDS, _BACKENDS.mkldnn.matmul),
+)
+
+
+def uses_tf32() -> bool:
+    """Whether products of float32 matrices on a GPU are made of TF32, by whichever of torch's settings."""
+    # torch.get_float32_matmul_precision() raises where fp32_precision was set; this follows the old settings too
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+@contextmanager
+def exact_float32_products() -> Iterator[None]:
+    """Have products of float32 matrices made of float32 within, on GPUs and CPUs; settings are then as they were."""
+    changed = [(chain[-1], _own_value(chain)) for chain in _SETTINGS if chain[-1].fp32_precision not in _EXACT]
+    for setting, _ in changed:
+        setting.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for setting, value in changed:
+            setting.fp32_precision = value
+
+
+def _own_value(chain: tuple[Any, ...]) -> str:
+    """What the last setting was set to; torch tells only what it comes to, so it is seen whether it follows."""
+    *parents, setting = chain
+    value: str = setting.fp32_precision
+    if not parents or value == _INHERITS:
+        return value
+    parent, kept = parents[-1], _own_value(tuple(parents))
+    parent.fp32_precision = "tf32" if value == "ieee" else "ieee"
+    try:
+        return value if setting.fp32_precision == value else _INHERITS
+    finally:
+        parent.fp32_precision = kept

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_comera.ops.autograd import gradients_of, is_transformed
+from hf_comera.ops.bit_dropout import kept_factors
 from hf_comera.ops.cuda import tiled_mlp as kernels
 from hf_comera.ops.cuda.dispatch import register_cuda_kernel
-from hf_comera.ops.gradients import gradients_of, is_transformed
-from hf_comera.ops.kept_bits import kept_factors
 from hf_comera.ops.precision import without_autocast
 
 __all__ = ["ACTIVATIONS", "HiddenInput", "tiled_mlp"]
@@ -91,7 +91,7 @@ def tiled_mlp(
         left: Left half of the layer after the hidden one.
         activation: A name in :data:`ACTIVATIONS`.
         gate: The map that the activated one is multiplied with, if there is one.
-        bits: What dropout keeps of the hidden layer, ``(T, ceil(H / 8))``, as ``ops/kept_bits.py`` draws it.
+        bits: What dropout keeps of the hidden layer, ``(T, ceil(H / 8))``, as ``ops/bit_dropout.py`` draws it.
         share: The probability of being kept.
 
     Shape:

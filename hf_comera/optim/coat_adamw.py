@@ -1,34 +1,196 @@
 """``CoatAdamW``: AdamW whose moments are kept in E4M3, a good quarter of the bytes."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_comera.ops.cuda.coat_adamw import coat_adamw_step
 from hf_comera.ops.cuda.dispatch import kernels_serve, register_cuda_kernel
-from hf_comera.optim.coat_pieces import Piece, alike, batches
-from hf_comera.optim.coat_state import (
-    MOMENTS,
-    gathered,
-    is_spread,
-    keep_own_rows,
-    layout_of_state,
-    load_moment,
-    new_state,
-    plain_moment,
-    quantised_moment,
-    store_moment,
-)
-from hf_comera.optim.flat_groups import FlatGroups, Layout, local_part
+from hf_comera.ops.fp8 import decode, encode
+from hf_comera.optim.flat_groups import FlatGroups, Layout, layout_of, local_part
 from hf_comera.optim.moved_state import check_saved_shapes
-from hf_comera.optim.param_groups import check_not_negative
-from hf_comera.optim.saved_groups import take_saved_groups
+from hf_comera.optim.param_groups import check_not_negative, take_saved_groups
 
-__all__ = ["CoatAdamW"]
+__all__ = [
+    "MOMENTS",
+    "CoatAdamW",
+    "Piece",
+    "alike",
+    "batches",
+    "entries_at_once",
+    "gathered",
+    "is_spread",
+    "keep_own_rows",
+    "layout_of_state",
+    "load_moment",
+    "new_state",
+    "plain_moment",
+    "quantised_moment",
+    "store_moment",
+]
+
+
+class Piece(NamedTuple):
+    """A run of rows of a parameter, its gradient and its state, by their names, as far as this process holds them."""
+
+    layout: Layout
+    tensors: dict[str, Tensor]
+
+
+def alike(pieces: Iterable[Piece]) -> Iterable[list[Piece]]:
+    """Those that one call of an operator takes: of equal dtypes and device, with moments of one kind."""
+    found: dict[Any, list[Piece]] = {}
+    for piece in pieces:
+        value = piece.tensors["value"]
+        kind = (value.dtype, value.device, value.is_contiguous(), piece.tensors["gradient"].dtype)
+        found.setdefault((*kind, *piece.tensors), []).append(piece)
+    return found.values()
+
+
+def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Runs of rows that are stepped together: of equal dtypes, device and group size, and not too many at once."""
+    begun: dict[Any, tuple[list[Piece], int]] = {}
+    for piece in chain.from_iterable(map(_cut, pieces)):
+        value, layout = piece.tensors["value"], piece.layout
+        key = (value.dtype, value.device, piece.tensors["gradient"].dtype, layout.size, layout.is_quantised)
+        batch, num_entries = begun.pop(key, ([], 0))
+        num_new = layout.num_groups * layout.size
+        if batch and num_entries + num_new > entries_at_once(value.device):
+            yield batch
+            batch, num_entries = [], 0
+        begun[key] = ([*batch, piece], num_entries + num_new)
+    yield from (batch for batch, _ in begun.values())
+
+
+def entries_at_once(device: torch.device) -> int:
+    """How many entries are processed together: as few as the cost of calls allows, on a CPU as caches hold."""
+    return 2**18 if device.type == "cpu" else 2**22
+
+
+def _cut(piece: Piece) -> Iterator[Piece]:
+    """One parameter in runs of rows of a bounded number of entries; what is not quantised as a whole."""
+    layout, tensors = piece
+    num_rows = max(entries_at_once(tensors["value"].device) // max(layout.length, 1), 1)
+    if not layout.is_quantised or layout.num_rows <= num_rows:
+        if layout.num_rows:
+            yield piece
+        return
+    for start in range(0, layout.num_rows, num_rows):
+        part = layout._replace(num_rows=min(num_rows, layout.num_rows - start))
+        rows = {key: value.narrow(0, start, part.num_rows) for key, value in tensors.items() if key != "step"}
+        yield Piece(part, {"step": tensors["step"], **rows})
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def layout_of_state(parameter: Tensor) -> Layout:
+    """How this process keeps the moments of a parameter: by its whole shape, so that sharding changes nothing."""
+    layout = layout_of(parameter.shape)
+    if layout.is_whole:
+        return layout
+    local = local_part(parameter)
+    return layout._replace(num_rows=local.shape[0] if layout.is_quantised else local.numel())
+
+
+def is_spread(parameter: Tensor, layout: Layout) -> bool:
+    """Whether every process keeps the whole state of a parameter of which it holds a part only."""
+    return layout.is_whole and hasattr(parameter, "to_local")
+
+
+def gathered(parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """The whole value and the whole gradient of a sharded parameter, of all processes in one call."""
+    value, gradient = local_part(parameter.detach()), local_part(parameter.grad)
+    exact = torch.promote_types(value.dtype, torch.float32)
+    both = torch.stack([value.to(exact), gradient.to(exact)], -1)
+    whole = _placed(both, parameter, (*parameter.shape, 2)).full_tensor()  # type: ignore[attr-defined]
+    value, gradient = whole.unbind(-1)
+    return value.contiguous(), gradient
+
+
+def keep_own_rows(parameter: Tensor, whole: Tensor) -> None:
+    """Write this process's part of a whole value into a sharded parameter."""
+    local_part(parameter.detach()).copy_(local_part(_sharded(whole, parameter)))
+
+
+def new_state(parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """Of a parameter that has not been stepped."""
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step} | _empty_moment(MOMENTS[0], parameter, layout) | _empty_moment(MOMENTS[1], parameter, layout)
+
+
+def plain_moment(key: str, parameter: Tensor, state: dict[str, Any]) -> Tensor:
+    """A moment of a parameter in its shape, in float32; sharded as it is."""
+    layout = layout_of_state(parameter)
+    flat, codes = FlatGroups([layout]), local_part(state[key])
+    plain = torch.zeros_like(codes, dtype=torch.float32)
+    flat.scatter(load_moment(flat, key, [state]), [plain])
+    return _sharded(plain, parameter) if is_spread(parameter, layout) else _placed(plain, parameter, parameter.shape)
+
+
+def quantised_moment(key: str, parameter: Tensor, plain: Tensor) -> dict[str, Tensor]:
+    """What is kept of a moment that comes in the parameter's shape; sharded as it is."""
+    layout = layout_of_state(parameter)
+    if not layout.is_quantised:
+        return {key: plain.to(torch.promote_types(parameter.dtype, torch.float32))}
+    whole = plain.full_tensor() if layout.is_whole and hasattr(plain, "full_tensor") else local_part(plain)
+    moment, flat = _empty_moment(key, parameter, layout), FlatGroups([layout])
+    store_moment(flat, key, flat.gather([whole.float()]), [moment])
+    return moment
+
+
+def load_moment(flat: FlatGroups, key: str, states: Sequence[dict[str, Any]]) -> Tensor:
+    """A moment of some parameters as groups."""
+    kept = flat.gather([local_part(state[key]) for state in states])
+    if not flat.layouts[0].is_quantised:
+        return kept
+    scales = flat.gather_scales([local_part(state[f"{key}_scales"]) for state in states])
+    return decode(kept, scales, has_signs=key == MOMENTS[0])
+
+
+def store_moment(flat: FlatGroups, key: str, groups: Tensor, states: Sequence[dict[str, Any]]) -> None:
+    """Keep groups as a moment of some parameters."""
+    if flat.layouts[0].is_quantised:
+        groups, scales = encode(groups.float(), keep_positive=key == MOMENTS[1])
+        flat.scatter_scales(scales, [local_part(state[f"{key}_scales"]) for state in states])
+    flat.scatter(groups, [local_part(state[key]) for state in states])
+
+
+def _empty_moment(key: str, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """A moment of zero."""
+    local, is_whole = local_part(parameter), layout.is_whole
+    dtype = torch.uint8 if layout.is_quantised else torch.promote_types(parameter.dtype, torch.float32)
+    codes = local.new_zeros(parameter.shape if is_whole else local.shape, dtype=dtype)
+    moment = {key: _placed(codes, parameter, parameter.shape, is_whole=is_whole)}
+    if layout.is_quantised:
+        scales = local.new_ones(layout.scales_shape, dtype=torch.float32)
+        scales_shape = layout.scales_shape if is_whole else (parameter.shape[0], *layout.scales_shape[1:])
+        moment[f"{key}_scales"] = _placed(scales, parameter, scales_shape, is_whole=is_whole)
+    return moment
+
+
+def _placed(local: Tensor, parameter: Tensor, shape: Sequence[int], *, is_whole: bool = False) -> Tensor:
+    """``local`` as this process's part of a tensor that is sharded as ``parameter`` is, or that every process has."""
+    if not hasattr(parameter, "to_local"):
+        return local
+    from torch.distributed.tensor import DTensor, Replicate
+
+    shape = torch.Size(shape)
+    stride = torch.empty(shape, device="meta").stride()
+    mesh = parameter.device_mesh
+    placements = [Replicate()] * mesh.ndim if is_whole else parameter.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _sharded(whole: Tensor, parameter: Tensor) -> Tensor:
+    """What every process has, sharded as ``parameter`` is; sends nothing."""
+    placed = _placed(whole, parameter, parameter.shape, is_whole=True)
+    return placed.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+
 
 MOST = 2.0**63
 """Larger entries of gradients count as this, also in ``kernels/coat_adamw.cu``: codes have no infinity."""

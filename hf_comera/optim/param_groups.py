@@ -3,10 +3,11 @@
 import math
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_comera.modules import TensorTrainModule
-from hf_comera.tt.tangent import interface_norms
+from hf_comera.tt.gauge import interface_norms
 
 __all__ = [
     "check_not_negative",
@@ -14,6 +15,7 @@ __all__ = [
     "check_whole",
     "comera_param_groups",
     "other_param_groups",
+    "take_saved_groups",
     "tensor_train_modules",
 ]
 
@@ -178,3 +180,29 @@ def _append(
     group = groups.setdefault(key, empty)
     group["params"].append(parameter)
     group["names"].append(name)
+
+
+def take_saved_groups(optimizer: torch.optim.Optimizer, saved_groups: list[dict[str, Any]]) -> None:
+    """Put the parameters of ``optimizer`` into the groups of a saved state, if both have names.
+
+    The groups of :func:`comera_param_groups` follow from the norms of the cores, which are others once a model has
+    been trained: of a loaded model it makes other groups than those that the state was saved with.
+
+    Raises:
+        ValueError: If the names are those of other parameters; nothing is changed then.
+    """
+    own_groups = optimizer.param_groups
+    if not all("names" in group for group in (*own_groups, *saved_groups)):
+        return
+    own = {name: p for group in own_groups for name, p in zip(group["names"], group["params"], strict=True)}
+    saved = [name for group in saved_groups for name in group["names"]]
+    if set(own) != set(saved):
+        odd = min(set(own) ^ set(saved))
+        where = "in the state, but not in the optimizer" if odd in saved else "in the optimizer, but not in the state"
+        raise ValueError(
+            f"The state is of another model: {odd!r} is {where}. Load the state of the same model, with the same "
+            "layers compressed and frozen."
+        )
+    if [group["names"] for group in own_groups] == [group["names"] for group in saved_groups]:
+        return
+    own_groups[:] = [{**group, "params": [own[name] for name in group["names"]]} for group in saved_groups]

@@ -1,19 +1,17 @@
 """``TTMuon``: orthogonalised momentum for the cores of tensor trains, AdamW for everything else."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from hf_comera.modules import TTLinear
-from hf_comera.ops.float32_products import exact_float32_products
-from hf_comera.optim.families import Family, Train, families
+from hf_comera.ops.precision import exact_float32_products
 from hf_comera.optim.moved_state import check_saved_shapes, follow
-from hf_comera.optim.orthogonal_steps import orthogonal_steps
 from hf_comera.optim.param_groups import (
     check_not_negative,
     check_rate_and_decay,
@@ -21,9 +19,202 @@ from hf_comera.optim.param_groups import (
     other_param_groups,
     tensor_train_modules,
 )
-from hf_comera.tt.norms import finite_norms
+from hf_comera.tt.cores import finite_norms
+from hf_comera.tt.gauge import interface_factors, remove_gauge, to_core, to_orthogonal_gauge
+from hf_comera.tt.padding import RaggedStacks
 
-__all__ = ["COHERENCE", "TTMuon"]
+__all__ = ["COHERENCE", "Family", "TTMuon", "Train", "families", "orthogonal_steps", "orthogonalize"]
+
+# Quintic a x + b x^3 + c x^5 whose iteration moves singular values from (0.002, 1] to about [0.7, 1.2] in five steps.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """All singular values of ``matrix`` set to about one (0.7 to 1.2); those below 1/500 of the norm stay smaller.
+
+    The iterates are ``matrix`` times a polynomial of its Gram matrix, so only the smaller Gram matrix is iterated: two
+    products with the long side instead of three a step.
+
+    Args:
+        matrix: ``(..., rows, columns)``, float32 or float64; zero gives zero.
+
+    Source:
+        Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024 (coefficients).
+    """
+    if matrix.shape[-2] < matrix.shape[-1]:
+        return orthogonalize(matrix.mT).mT
+    a, b, c = COEFFICIENTS
+    scaled = matrix / matrix.norm(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny ** 0.5)
+    scaled = scaled.reshape(-1, *matrix.shape[-2:])
+    gram = total = scaled.mT @ scaled
+    for step in range(STEPS):
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+        total = polynomial if step == 0 else torch.bmm(total, polynomial)
+        if step + 1 < STEPS:
+            gram = torch.bmm(torch.bmm(polynomial, gram), polynomial)
+    return torch.bmm(scaled, total).view(matrix.shape)
+
+
+WORTH_A_FAMILY = 2**16
+"""Entries of padding that have to be saved for trains to be stepped apart.
+
+Padding costs arithmetic, a family of its own costs launches. On a CPU both are about even here (docs/decisions.md).
+"""
+
+Shape = tuple[int, int, int]
+"""Of a core: left rank, factor, right rank."""
+
+
+class Train(NamedTuple):
+    """The cores of one layer; the first ``num_left`` have the middle bond on their right."""
+
+    cores: list[nn.Parameter]
+    num_left: int
+    entries: int
+    """Of the implied matrix."""
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """Those of the cores, the row and column factor of a TTM core as one."""
+        return tuple((core.shape[0], core.shape[1:-1].numel(), core.shape[-1]) for core in self.cores)
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for trains that can be stepped together."""
+        factors = tuple(core.shape[1:-1] for core in self.cores)
+        has_gradient = tuple(core.grad is not None for core in self.cores)
+        return factors, has_gradient, self.num_left, self.entries, self.cores[0].dtype, self.cores[0].device
+
+
+class Family:
+    """What the shapes of trains with equal keys decide about their steps, valid as long as the shapes stay.
+
+    A decision that is the same for all trains is a plain bool, one that is not a mask ``(trains, 1, 1, 1)``.
+
+    Args:
+        trains: With equal keys. They are not kept.
+    """
+
+    places: list[int]
+    """Of the cores with a gradient."""
+    moving: list[int]
+    """Of those that have a step in any train."""
+    shared: dict[int, bool | Tensor]
+    """For each place with a gradient: whether the neighbour towards the centre is asked first."""
+    still: dict[int, bool | Tensor]
+    """For each place with a gradient: whether that neighbour leaves nothing to it."""
+    part: Tensor
+    """What each of m moving cores has of the step of the matrix, ``1 / sqrt(m)``: ``(trains, 1, 1, 1)``."""
+    live: list[Tensor | None]
+    """For each bond, outer ones too, which ranks are no padding: ``(trains, largest rank)``; None for all."""
+
+    def __init__(self, trains: Sequence[Train]) -> None:
+        first, shapes = trains[0], [train.shapes() for train in trains]
+        self.num_left, self._device = first.num_left, first.cores[0].device
+        self.places = [place for place, core in enumerate(first.cores) if core.grad is not None]
+        shared = {place: [self._is_shared(train, place) for train in shapes] for place in self.places}
+        still = {
+            place: [
+                is_shared and only_mixes_ranks(train[place], place < self.num_left)
+                for is_shared, train in zip(shared[place], shapes, strict=True)
+            ]
+            for place in self.places
+        }
+        self.shared = {place: self._decision(values) for place, values in shared.items()}
+        self.still = {place: self._decision(values) for place, values in still.items()}
+        self.moving = [place for place in self.places if not all(still[place])]
+        numbers = [values.count(False) for values in zip(*still.values(), strict=True)]
+        exact = torch.promote_types(first.cores[0].dtype, torch.float32)
+        self.part = self._tensor([1 / math.sqrt(number) for number in numbers], exact).view(-1, 1, 1, 1)
+        ranks = [[1] * len(trains), *([shape[2] for shape in cores] for cores in zip(*shapes, strict=True))]
+        self.live = [self._live(of_bond) for of_bond in ranks]
+        selections = (tuple(range(len(first.cores))), tuple(self.places), tuple(self.moving))
+        stacks = {places: self._stacks(shapes, places) for places in dict.fromkeys(selections)}
+        self.all_cores, self.cores_with_gradient, self.moving_cores = (stacks[places] for places in selections)
+
+    def _is_shared(self, shapes: Sequence[Shape], place: int) -> bool:
+        centre = self.num_left - 1 if left_is_larger(shapes, self.num_left) else self.num_left
+        inner = place + 1 if place < self.num_left else place - 1
+        return place != centre and inner in self.places
+
+    def _decision(self, values: list[bool]) -> bool | Tensor:
+        return values[0] if len(set(values)) == 1 else self._tensor(values).view(-1, 1, 1, 1)
+
+    def _live(self, ranks: list[int]) -> Tensor | None:
+        return None if len(set(ranks)) == 1 else self._tensor([[j < r for j in range(max(ranks))] for r in ranks])
+
+    def _tensor(self, values: list[Any], dtype: torch.dtype = torch.bool) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device="cpu").to(self._device)
+
+    def _stacks(self, shapes: Sequence[tuple[Shape, ...]], places: Sequence[int]) -> RaggedStacks:
+        return RaggedStacks([[train[place] for train in shapes] for place in places], self._device)
+
+
+def families(trains: Sequence[Train]) -> list[tuple[list[int], Family]]:
+    """Which of some trains with equal keys are stepped together: their indices, and the family that they are."""
+    shapes = [train.shapes() for train in trains]
+    by_size = sorted(range(len(trains)), key=lambda index: sum(map(math.prod, shapes[index])))
+    return [(members, Family([trains[index] for index in members])) for members in _parted(by_size, shapes)]
+
+
+def _parted(members: list[int], shapes: Sequence[tuple[Shape, ...]]) -> list[list[int]]:
+    """Small trains apart from large ones, wherever that is worth it."""
+
+    def cost(part: list[int]) -> int:
+        places = zip(*(shapes[index] for index in part), strict=True)
+        largest = ([max(sizes) for sizes in zip(*of_place, strict=True)] for of_place in places)
+        return len(part) * sum(map(math.prod, largest))
+
+    costs = {cut: cost(members[:cut]) + cost(members[cut:]) for cut in range(1, len(members))}
+    best = min(costs, key=costs.__getitem__, default=0)
+    if not best or cost(members) - costs[best] <= WORTH_A_FAMILY:
+        return [sorted(members)]
+    return _parted(members[:best], shapes) + _parted(members[best:], shapes)
+
+
+def left_is_larger(shapes: Sequence[Shape], num_left: int) -> bool:
+    """Of the two cores at the middle bond; at full rank the larger one can do all that the other can."""
+    if 0 < num_left < len(shapes):
+        return math.prod(shapes[num_left - 1]) > math.prod(shapes[num_left])
+    return num_left > 0
+
+
+def only_mixes_ranks(shape: Shape, on_left: bool) -> bool:
+    """Whether the neighbour towards the centre can do all that this core can: its unfolding is square."""
+    rank_before, factor, rank_behind = shape
+    return rank_before * factor <= rank_behind if on_left else factor * rank_behind <= rank_before
+
+
+def orthogonal_steps(family: Family, cores: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
+    """Steps of the cores that move, each of about one in the orthogonal gauge; not yet divided among them.
+
+    What a neighbour towards the centre can do as well is left to it, if it has a gradient.
+
+    Args:
+        family: What the shapes decide.
+        cores: All cores, stacked and padded.
+        momenta: Of the places with a gradient.
+
+    Shape:
+        ``(trains, r_{k-1}, n_k, r_k)`` -> the same for each moving place; padding is zero.
+    """
+    befores, behinds = interface_factors(cores, family.live)
+    momentum_of = dict(zip(family.places, momenta, strict=True))
+    steps = []
+    for place in family.moving:
+        on_left = place < family.num_left
+        before, behind = befores[place], behinds[place]
+        step = to_orthogonal_gauge(momentum_of[place], before, behind)
+        shared, still = family.shared[place], family.still[place]
+        if shared is not False:
+            outer, live = (before, family.live[place + 1]) if on_left else (behind, family.live[place])
+            freed = remove_gauge(step, cores[place], outer, on_left=on_left, live=live)
+            step = freed if shared is True else torch.where(shared, freed, step)
+        unfolding = step.flatten(-3, -2) if on_left else step.flatten(-2)
+        step = to_core(orthogonalize(unfolding).view_as(step), before, behind)
+        steps.append(step if still is False else step.masked_fill(still, 0.0))
+    return steps
+
 
 COHERENCE = 0.55
 """Spectral norm of AdamW's first updates of a dense matrix, over the most it can be, ``lr * sqrt(rows * columns)``.

@@ -1,10 +1,10 @@
 """Training compressed models: the Trainer with our optimizer, and rank adaptation for any loop."""
 
-from hf_comera.training.callback import ComeraCallback
-from hf_comera.training.graphed_step import GraphedStep
-from hf_comera.training.rank_adaptation import RankAdaptation
-from hf_comera.training.rank_adapter import RankAdapter
-from hf_comera.training.rank_gates import add_rank_gates, fold_rank_gates
+from hf_comera.training.cuda_graphs.step import GraphedStep
+from hf_comera.training.ranks.adapter import RankAdapter
+from hf_comera.training.ranks.callback import ComeraCallback
+from hf_comera.training.ranks.gates import add_rank_gates, fold_rank_gates
+from hf_comera.training.ranks.settings import RankAdaptation
 from hf_comera.training.trainer import ComeraTrainer, ComeraTrainerMixin
 
 __all__ = [

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_comera.hub.saving import disk_refusal, sync
+from hf_comera.hub.checkpoint import disk_refusal, sync
 
 __all__ = ["MANIFEST", "UNFINISHED", "checkpoint_step", "checkpoints", "damage", "drop_old", "newest_whole", "writing"]
 

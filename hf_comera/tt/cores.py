@@ -18,6 +18,9 @@ __all__ = [
     "core_shapes",
     "count_parameters",
     "draw_cores",
+    "finite_norms",
+    "scale_cores",
+    "slice_core",
     "train_norm",
 ]
 
@@ -159,3 +162,54 @@ def _orthonormal(matrix: Tensor) -> Tensor:
     if matrix.shape[0] < matrix.shape[1]:
         return torch.linalg.qr(matrix.mT).Q.mT
     return torch.linalg.qr(matrix).Q
+
+
+def scale_cores(cores: Sequence[Tensor], gates: Sequence[Tensor]) -> list[Tensor]:
+    """The cores with the gates multiplied in, in the dtype of the cores; differentiable.
+
+    Args:
+        cores: K cores.
+        gates: One per inner bond, ``(r_k,)``; or none.
+
+    Shape:
+        ``(r_{k-1}, ..., r_k)`` -> the same.
+
+    Source:
+        CoMERA, arXiv:2405.14377, rank-adaptive training.
+    """
+    if not gates:
+        return list(cores)
+    scaled = [(core * gate).to(core.dtype) for core, gate in zip(cores[:-1], gates, strict=True)]
+    return [*scaled, cores[-1]]
+
+
+def slice_core(core: Tensor, before: Tensor | None, behind: Tensor | None) -> Tensor:
+    """``core`` with only some ranks of the bond before it, and of the one behind it.
+
+    Args:
+        core: ``(r_{k-1}, ..., r_k)``, or anything of that shape, as the moments of an optimizer.
+        before: Indices of the ranks to keep on the first axis; None for all.
+        behind: Indices of the ranks to keep on the last axis; None for all.
+    """
+    if before is not None:
+        core = core.index_select(0, before)
+    if behind is not None:
+        core = core.index_select(-1, behind)
+    return core.contiguous()
+
+
+_SMALLER = 2.0**-80  # with it the squares of 2**31 entries of float32, and of bfloat16, cannot overflow
+
+
+def finite_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The norm of each tensor; one that is too large for the dtype is the largest number that is not.
+
+    Args:
+        tensors: Of one dtype, not float16, whose range is too small for this, and one device.
+
+    Shape:
+        T tensors of any shapes -> ``(T,)``.
+    """
+    norms = torch.stack(torch._foreach_norm(list(tensors)))
+    of_smaller = torch.stack(torch._foreach_norm(torch._foreach_mul(list(tensors), _SMALLER)))
+    return torch.where(norms.isinf(), of_smaller / _SMALLER, norms).clamp_max(torch.finfo(norms.dtype).max)

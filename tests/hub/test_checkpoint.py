@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageClassification, AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
 from hf_comera import ComeraConfig, add_rank_gates, get_comera_model, is_comera_model
-from hf_comera.hub.checkpoint import check_checkpoint
-from hf_comera.hub.saving import RECORDS, SAVE_ID
+from hf_comera.hub.checkpoint import RECORDS, SAVE_ID, check_checkpoint
 
 SAVED = Path(__file__).parent / "saved"
 IDS = torch.arange(2, 14).view(2, 6)

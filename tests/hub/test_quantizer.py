@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig
 
 from hf_comera import ComeraConfig, get_comera_model, is_comera_model
+from hf_comera.hub.checkpoint import NOTICE
 from hf_comera.hub.quantizer import ComeraQuantizer
-from hf_comera.hub.saving import NOTICE
 from hf_comera.modules import TensorTrainModule, TTLinear
 from tests.architectures import ARCHITECTURES, every_architecture
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from hf_comera.compress.targets import DEFAULT_TARGETS
+from hf_comera.compress.selection import DEFAULT_TARGETS
 from hf_comera.modules import TTLinear
 from tests.integration.model_types import model_and_batch
 

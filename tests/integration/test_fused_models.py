@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_comera.modules.block import Block
-from hf_comera.ops import kept_bits
+from hf_comera.ops import bit_dropout
 from tests.fused_models import FUSED, blocks_that_run, inputs_of, layers_called, model_of, results, unfused
 from tests.integration.test_training_loops import CHECKPOINTING
 
@@ -69,7 +69,7 @@ def test_flex_attention(name):
 @pytest.fixture
 def draws_of_torch(monkeypatch):
     """Dropout is torch's in blocks and out of them, so that the same seed drops the same."""
-    monkeypatch.setattr(kept_bits, "serves", lambda *args: False)
+    monkeypatch.setattr(bit_dropout, "serves", lambda *args: False)
 
 
 @pytest.mark.usefixtures("draws_of_torch")
@@ -87,7 +87,7 @@ def test_the_same_is_dropped(name, implementation):
 @pytest.mark.parametrize("name", ["bert", "gpt2", "opt", "llama", "t5-gated", "wav2vec2"])
 def test_dropout_is_that_of_the_modules_over_many_draws(name, many, monkeypatch):
     if many:
-        monkeypatch.setattr(kept_bits, "WORTH_BITS", 1)
+        monkeypatch.setattr(bit_dropout, "WORTH_BITS", 1)
     model, inputs = model_of(name, dropout=0.01), inputs_of(name)
     draws = {key: tensor[:1].expand(600, *tensor.shape[1:]).contiguous() for key, tensor in inputs.items()}
     with torch.no_grad():
@@ -209,7 +209,7 @@ def test_one_graph_of_compiled_code(name):
 
 @pytest.mark.parametrize("name", ["bert", "t5-gated", "llama"])
 def test_compiled_dropout(name, monkeypatch):
-    monkeypatch.setattr(kept_bits, "WORTH_BITS", 1)
+    monkeypatch.setattr(bit_dropout, "WORTH_BITS", 1)
     model, inputs = model_of(name, dropout=0.1), inputs_of(name)
     torch._dynamo.reset()
     model.compile(backend="aot_eager", fullgraph=True)

@@ -1,10 +1,10 @@
-"""hf_comera/ops/low_rank_linear.py: with kernels it computes what it computes without."""
+"""hf_comera/ops/low_rank.py: with kernels it computes what it computes without."""
 
 import pytest
 import torch
 
 from hf_comera.ops import use_kernels
-from hf_comera.ops.low_rank_linear import low_rank_linear
+from hf_comera.ops.low_rank import low_rank_linear
 
 LAUNCHES = ["low_rank_linear", "low_rank_linear_backward"]
 

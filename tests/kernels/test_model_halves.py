@@ -1,12 +1,11 @@
-"""hf_comera/ops/model_halves.py: by kernels, halves and gradients of all sides are those of stacked products."""
+"""hf_comera/ops/halves.py: by kernels, halves and gradients of all sides are those of stacked products."""
 
 import pytest
 import torch
 from torch import nn
 
 from hf_comera.ops import use_kernels
-from hf_comera.ops.halves import Side
-from hf_comera.ops.model_halves import model_halves
+from hf_comera.ops.halves import Side, model_halves
 from tests.dense_references import random_cores
 
 # factors of the input and of the output, features, ranks of the layers

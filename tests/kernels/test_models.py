@@ -8,7 +8,7 @@ import torch
 from hf_comera import ComeraConfig, add_rank_gates, get_comera_model
 from hf_comera.modules import TensorTrainModule
 from hf_comera.ops import use_kernels
-from hf_comera.training.pruning import cut_ranks
+from hf_comera.training.ranks.pruning import cut_ranks
 from tests.architectures import ARCHITECTURES
 from tests.integration.test_training_loops import CHECKPOINTING
 from tests.training.graphed_runs import Run, batches_of

@@ -16,7 +16,7 @@ from transformers import (
 
 from hf_comera import ComeraConfig, get_comera_model
 from hf_comera.ops import use_kernels
-from hf_comera.ops.kept_bits import draw_kept
+from hf_comera.ops.bit_dropout import draw_kept
 from hf_comera.ops.tiled_mlp import HiddenInput, tiled_mlp
 
 SIZES = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 144, "num_attention_heads": 4}

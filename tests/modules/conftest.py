@@ -3,7 +3,7 @@
 import pytest
 
 from hf_comera.modules import halves_bank
-from hf_comera.ops import dropped_attention, kept_bits, tiled_mlp
+from hf_comera.ops import bit_dropout, latent_attention, tiled_mlp
 
 
 @pytest.fixture
@@ -24,5 +24,5 @@ def builds(monkeypatch):
 def small_chunks(monkeypatch):
     """Blocks of any size do as large ones do, in more than one chunk."""
     monkeypatch.setattr(tiled_mlp, "CHUNK_ENTRIES", {"cpu": 60, "cuda": 60})
-    monkeypatch.setattr(dropped_attention, "_CHUNK_SCORES", 40)
-    monkeypatch.setattr(kept_bits, "WORTH_BITS", 1)
+    monkeypatch.setattr(latent_attention, "_CHUNK_SCORES", 40)
+    monkeypatch.setattr(bit_dropout, "WORTH_BITS", 1)

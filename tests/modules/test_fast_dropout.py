@@ -10,13 +10,13 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_comera import ComeraConfig, get_comera_model, merge_and_unload
 from hf_comera.modules.fast_dropout import FastDropout, quicken_dropout, restore_dropout
-from hf_comera.ops import kept_bits
+from hf_comera.ops import bit_dropout
 from tests.architectures import ARCHITECTURES
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(kept_bits, "WORTH_BITS", 1)
+    monkeypatch.setattr(bit_dropout, "WORTH_BITS", 1)
 
 
 def dropouts(model):

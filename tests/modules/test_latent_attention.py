@@ -17,7 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from hf_comera.modules import TTLinear, latent_attention
 from hf_comera.modules.block import Block
 from hf_comera.modules.fusion import fuse, unfuse
-from hf_comera.ops import dropped_attention, kept_bits
+from hf_comera.ops import bit_dropout
+from hf_comera.ops import latent_attention as latent_operators
 from hf_comera.ops.selective import is_fused_attention
 
 BATCH, TOKENS, HIDDEN, HEADS = 2, 5, 32, 4
@@ -126,7 +127,7 @@ def masks():
 @pytest.mark.parametrize("which", masks())
 @each_module
 def test_masks(name, which, rate, monkeypatch):
-    monkeypatch.setattr(kept_bits, "serves", lambda *args: False)  # drop what the module drops
+    monkeypatch.setattr(bit_dropout, "serves", lambda *args: False)  # drop what the module drops
     module, inputs, mask = attention(name, rate=rate), inputs_of(name), masks()[which]
     found = results(module, inputs, attention_mask=mask)
     mask = mask.double() if which == "of float32" else mask  # the only dtype that torch takes
@@ -138,9 +139,9 @@ def test_masks(name, which, rate, monkeypatch):
 @each_module
 def test_a_mask_that_is_learned_gets_its_gradient(name, rate, fast, monkeypatch):
     if fast:
-        monkeypatch.setattr(kept_bits, "WORTH_BITS", 1)
+        monkeypatch.setattr(bit_dropout, "WORTH_BITS", 1)
     else:
-        monkeypatch.setattr(kept_bits, "serves", lambda *args: False)
+        monkeypatch.setattr(bit_dropout, "serves", lambda *args: False)
     mask = torch.randn(BATCH, 1, TOKENS, TOKENS, dtype=torch.float64, requires_grad=True)
     module, inputs = attention(name, rate=rate), inputs_of(name)
     found = results(module, inputs, attention_mask=mask)
@@ -152,8 +153,8 @@ def test_a_mask_that_is_learned_gets_its_gradient(name, rate, fast, monkeypatch)
 @pytest.mark.parametrize("which", ["none", "padding", "floats"])
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_the_mean_over_fast_draws_is_attention_without_dropout(name, which, monkeypatch):
-    monkeypatch.setattr(kept_bits, "WORTH_BITS", 1)
-    monkeypatch.setattr(dropped_attention, "_CHUNK_SCORES", 1000)
+    monkeypatch.setattr(bit_dropout, "WORTH_BITS", 1)
+    monkeypatch.setattr(latent_operators, "_CHUNK_SCORES", 1000)
     module, mask = attention(name, rate=0.25), masks()[which]
     x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.float64).expand(4000, -1, -1)
     mask = None if mask is None else mask[:1].expand(4000, -1, -1, -1)

@@ -16,7 +16,7 @@ from hf_comera.modules import TTLinear
 from hf_comera.modules.block import Block, text_digest
 from hf_comera.modules.fusion import fuse, unfuse
 from hf_comera.modules.tiled_mlp import ACTIVATION_NAMES, FORWARDS, PARTS, TiledLayer
-from hf_comera.ops import kept_bits
+from hf_comera.ops import bit_dropout
 from hf_comera.ops import tiled_mlp as operator
 from tests.modules.test_fusion import SERVED, TiledChunk, TiledMLP, class_of
 
@@ -144,13 +144,13 @@ def removed(old):
 def test_dropout_of_the_hidden_layer(name, monkeypatch):
     """What is dropped is dropped forward and backward, as often as asked for, and scaled."""
     module, x, drawn = block(name, rate=0.25), random_input(200), []
-    spec, draw = module.spec, kept_bits.draw_kept
-    monkeypatch.setattr(kept_bits, "draw_kept", lambda *args: drawn.append(draw(*args)) or drawn[-1])
+    spec, draw = module.spec, bit_dropout.draw_kept
+    monkeypatch.setattr(bit_dropout, "draw_kept", lambda *args: drawn.append(draw(*args)) or drawn[-1])
     if spec.output_dropout is not None:
         setattr(module, spec.output_dropout, nn.Identity())
     found = results(module, x)
     (bits,) = drawn
-    kept = kept_bits.kept_factors(bits, HIDDEN, 1 / 0.75, torch.float64)
+    kept = bit_dropout.kept_factors(bits, HIDDEN, 1 / 0.75, torch.float64)
     assert (kept == 0).double().mean().item() == pytest.approx(0.25, abs=0.02)
     plain = unfused(module)
     setattr(plain, spec.hidden_dropout, Times(kept.view(2, 200, HIDDEN)))

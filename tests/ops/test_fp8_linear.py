@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hf_comera.ops.fp8_activations import store_by_tensor
+from hf_comera.ops.fp8 import store_by_tensor
 from hf_comera.ops.fp8_linear import fp8_device_refusal, fp8_linear
 
 E5M2 = torch.float8_e5m2

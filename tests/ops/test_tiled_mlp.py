@@ -5,7 +5,7 @@ import torch
 from transformers.activations import ACT2FN
 
 from hf_comera.modules.tiled_mlp import ACTIVATION_NAMES
-from hf_comera.ops import kept_bits
+from hf_comera.ops import bit_dropout
 from hf_comera.ops import tiled_mlp as module
 from hf_comera.ops.tiled_mlp import ACTIVATIONS, HiddenInput, tiled_mlp
 
@@ -30,7 +30,7 @@ def problem(rows=7, hidden=12, gated=True, bias=True, dropped=False, dtype=torch
     maps = []
     for rank in (3, 5)[: 1 + gated]:
         maps += [random(rows, rank), random(rank, hidden), random(hidden) if bias else None]
-    bits = kept_bits.draw_kept((rows, hidden), 0.3) if dropped else None
+    bits = bit_dropout.draw_kept((rows, hidden), 0.3) if dropped else None
     return [*maps, *[None] * (6 - len(maps)), random(4, hidden)], bits
 
 
@@ -50,7 +50,7 @@ def written_out(tensors, bits, activation):
     hidden = ACT2FN[OF_TRANSFORMERS[activation]](wides[0])
     hidden = hidden * wides[1] if len(wides) == 2 else hidden
     if bits is not None:
-        hidden = hidden * kept_bits.kept_factors(bits, hidden.shape[1], 1.0, hidden.dtype) / 0.7
+        hidden = hidden * bit_dropout.kept_factors(bits, hidden.shape[1], 1.0, hidden.dtype) / 0.7
     return hidden @ tensors[6].T
 
 
@@ -181,7 +181,7 @@ def test_transforms_exporters_and_forward_derivatives_see_plain_functions():
 @each_activation
 def test_on_a_gpu(activation, gated):
     tensors, _ = problem(gated=gated)
-    bits = kept_bits.draw_kept((7, 12), 0.3, "cuda")
+    bits = bit_dropout.draw_kept((7, 12), 0.3, "cuda")
     there = [None if tensor is None else tensor.detach().cuda().requires_grad_() for tensor in tensors]
     found, expected = ours(there, bits, activation), written_out(tensors, bits.cpu(), activation)
     torch.testing.assert_close(found.cpu(), expected)

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 
 from hf_comera import ComeraConfig, comera_param_groups, get_comera_model
 from hf_comera.modules import TTLinear
-from hf_comera.optim import coat_adamw, coat_pieces
+from hf_comera.optim import coat_adamw
 from hf_comera.optim.coat_adamw import CoatAdamW
 from tests.architectures import ARCHITECTURES
 
@@ -62,7 +62,7 @@ SETTINGS = {
 @pytest.mark.parametrize("entries", [2**18, 1000])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_without_quantisation_it_is_adamw(settings, entries, monkeypatch):
-    monkeypatch.setattr(coat_pieces, "entries_at_once", lambda device: entries)
+    monkeypatch.setattr(coat_adamw, "entries_at_once", lambda device: entries)
     ours, theirs = network(torch.float64), network(torch.float64)
     train(ours, CoatAdamW(ours.parameters(), **settings), 5)
     train(theirs, AdamW(theirs.parameters(), **settings, foreach=False), 5)
@@ -74,7 +74,7 @@ def test_without_quantisation_it_is_adamw(settings, entries, monkeypatch):
 def test_how_many_entries_go_together_does_not_matter(entries, monkeypatch):
     expected, model = network(), network()
     train(expected, CoatAdamW(expected.parameters()), 3)
-    monkeypatch.setattr(coat_pieces, "entries_at_once", lambda device: entries)
+    monkeypatch.setattr(coat_adamw, "entries_at_once", lambda device: entries)
     train(model, CoatAdamW(model.parameters()), 3)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
 

@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_comera import ComeraConfig, TTMuon, get_comera_model
 from hf_comera.modules import TTLinear
-from hf_comera.optim.orthogonalize import orthogonalize
-from hf_comera.optim.tt_muon import COHERENCE
+from hf_comera.optim.tt_muon import COHERENCE, orthogonalize
 from tests.architectures import every_architecture
 from tests.ops.float32_settings import SETTINGS, choose
 
@@ -60,7 +59,7 @@ def test_at_full_rank_it_is_muon_on_the_dense_matrix(rows, columns, order):
 @pytest.mark.parametrize("ranks", [3, 5])
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_no_two_cores_move_the_matrix_alike(order, ranks, monkeypatch):
-    monkeypatch.setattr("hf_comera.tt.tangent.DAMPING", 0.0)
+    monkeypatch.setattr("hf_comera.tt.gauge.DAMPING", 0.0)
     module = layer(order=order, ranks=ranks, bias=False)
     before = copy.deepcopy(module)
     update_of(module, torch.randn(20, 12, dtype=torch.float64))
@@ -76,7 +75,7 @@ def test_no_two_cores_move_the_matrix_alike(order, ranks, monkeypatch):
 
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_the_scale_and_basis_between_cores_do_not_matter(order, monkeypatch):
-    monkeypatch.setattr("hf_comera.tt.tangent.DAMPING", 0.0)
+    monkeypatch.setattr("hf_comera.tt.gauge.DAMPING", 0.0)
     module, gradient = layer(order=order), torch.randn(20, 12, dtype=torch.float64)
     other, basis = copy.deepcopy(module), None
     for place, core in enumerate(module.cores()):

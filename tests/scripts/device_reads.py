@@ -8,8 +8,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_comera import RankAdapter
-from hf_comera.training.cuda_capture import CaptureWatch
-from hf_comera.tt.ragged import RaggedStacks
+from hf_comera.training.cuda_graphs.capture import CaptureWatch
+from hf_comera.tt.padding import RaggedStacks
 
 # On a CPU some of these leave no trace among the operations.
 READS = {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__bool__}

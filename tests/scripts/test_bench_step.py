@@ -132,7 +132,7 @@ def test_labels_are_those_of_the_task():
 
 def test_a_graph_trains_as_plain_steps_do(monkeypatch):
     use_tape(monkeypatch)
-    monkeypatch.setattr("hf_comera.training.graphed_step.why_not_captured", lambda optimizer: None)
+    monkeypatch.setattr("hf_comera.training.cuda_graphs.step.why_not_captured", lambda optimizer: None)
     batch = bench_step.random_batch("2x8", torch.device("cpu"))
     models = [tiny_model().eval() for _ in range(2)]
     plain, graphed = (Step(model, make_optimizer(model, "tt_muon"), batch, "fp32") for model in models)

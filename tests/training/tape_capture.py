@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves
 
 from hf_comera.modules import stamp
 from hf_comera.modules.halves_bank import drop_kept_halves
-from hf_comera.ops.ttm_lookup import _ttm_lookup
-from hf_comera.training.cuda_capture import CaptureWatch
+from hf_comera.ops.ttm_embedding import _ttm_lookup
+from hf_comera.training.cuda_graphs.capture import CaptureWatch
 
 
 def use_tape(monkeypatch):
     """Put the tape in the place of CUDA graphs, and have all code believe that it is on a GPU where that matters."""
-    monkeypatch.setattr("hf_comera.training.graphed_step.CudaCapture", TapeCapture)
+    monkeypatch.setattr("hf_comera.training.cuda_graphs.step.CudaCapture", TapeCapture)
     monkeypatch.setattr(stamp, "_capturing", lambda core: Tape.running)
     monkeypatch.setitem(_ttm_lookup._init_fn.__globals__, "_needs_static_shapes", lambda ids: True)
     monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True)

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_comera.ops import dense_linear
 from hf_comera.ops.halves import layer_halves, padded_rank
-from hf_comera.ops.tt_linear import from_code, to_code
+from hf_comera.ops.low_rank import from_code, to_code
 from hf_comera.tt.cores import core_shapes
 from hf_comera.tt.planner import RULE, Product, half_products, path_products, prefers_dense, total_cost
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_comera.ops.cuda.build import KernelBuildError, build_emulated_library, build_library, is_built
-from hf_comera.ops.cuda.cache import load_library
+from hf_comera.ops.cuda.build import KernelBuildError, build_emulated_library, build_library, is_built, load_library
 from hf_comera.ops.cuda.switch import kernels_are_wanted
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_comera.ops.cuda.dispatch import check_taken, place_refusal
 from hf_comera.ops.cuda.library import check_status, current_stream, kernel_library, on_device, pointers
-from hf_comera.ops.float32_products import uses_tf32
+from hf_comera.ops.precision import uses_tf32
 
 __all__ = ["kernel_precision", "low_rank_linear", "low_rank_linear_backward", "low_rank_linear_refusal"]
 

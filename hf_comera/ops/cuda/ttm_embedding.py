@@ -4,7 +4,7 @@ Sizes follow from shapes alone and nothing is read back from the device, so both
 grow with the ids and with the rows of the two tables, not with the vocabulary.
 """
 
-# Shapes here: those of ops/ttm_tables.py; T = ids (any axes), E = embedding size.
+# Shapes here: those of ops/ttm_embedding.py; T = ids (any axes), E = embedding size.
 
 from typing import NamedTuple
 

@@ -1,0 +1,1 @@
+"""Rank adaptation: ranks are trained with the task, removed when dead, and end at a wanted size."""
