@@ -1,4 +1,4 @@
-// Forward of ops/low_rank.py: code = x left^T, y = code right + bias, in one launch. The code is written once
+// Forward of ops/low_rank.py: latent = x left^T, y = latent right + bias, in one launch. The latent is written once
 // and never read back. One block does 32 tokens: its warps share the input features, add their sums in shared memory, and
 // then share the output features.
 #include "low_rank_tiles.h"
@@ -7,7 +7,7 @@ namespace {
 
 struct Linear {
   const void *x, *left, *right, *bias;
-  void *y, *code;
+  void *y, *latent;
   int64_t num_tokens;
   int in_features, out_features, rank;
 };
@@ -19,9 +19,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, ALIGNED ? 2 : 1) linear_kernel(Linear a) {
   contract<P, RANK, ALIGNED>(tile, static_cast<const Element<P>*>(a.x), static_cast<const Element<P>*>(a.left), token,
                              a.num_tokens, a.in_features, a.rank);
   __syncthreads();
-  Element<P>* code = static_cast<Element<P>*>(a.code);
+  Element<P>* latent = static_cast<Element<P>*>(a.latent);
   finish_sums<P, RANK>(tile, token, a.num_tokens, a.rank, [&](int64_t t, int r, float sum) {
-    from_float(code[t * a.rank + r], sum);
+    from_float(latent[t * a.rank + r], sum);
     return sum;
   });
   __syncthreads();
@@ -40,13 +40,13 @@ struct LaunchLinear {
 
 }  // namespace
 
-// x (T, I), left (R, I), right (R, O), bias (O) or null -> y (T, O), code (T, R).
+// x (T, I), left (R, I), right (R, O), bias (O) or null -> y (T, O), latent (T, R).
 extern "C" int hf_comera_low_rank_linear(int precision, const void* x, const void* left, const void* right,
-                                         const void* bias, void* y, void* code, int64_t num_tokens, int in_features,
+                                         const void* bias, void* y, void* latent, int64_t num_tokens, int in_features,
                                          int out_features, int rank, void* stream) {
   if (const int status = check_sizes(precision, rank, num_tokens, in_features, out_features)) return status;
   if (num_tokens == 0) return OK;
-  const Linear arguments{x, left, right, bias, y, code, num_tokens, in_features, out_features, rank};
+  const Linear arguments{x, left, right, bias, y, latent, num_tokens, in_features, out_features, rank};
   const bool aligned = is_aligned(precision, in_features, out_features, {x, left, right, bias, y});
   return choose_kernel(precision, rank, aligned, LaunchLinear{arguments, stream});
 }

@@ -1,6 +1,6 @@
 // Backward of ops/low_rank.py in three launches, no atomics, the same bits each time:
-// 1. gradient of the code and dx = dcode left, as the forward does its two products;
-// 2. dleft = dcode^T x, dright = code^T dy and dbias = column sums of dy, each block for a chunk of the tokens;
+// 1. gradient of the latent and dx = dlatent left, as the forward does its two products;
+// 2. dleft = dlatent^T x, dright = latent^T dy and dbias = column sums of dy, each block for a chunk of the tokens;
 // 3. sums over the chunks, in their order.
 // x and dy are read a second time by launch 2; at usual batch sizes they are in the L2 cache then.
 #include "low_rank_tiles.h"
@@ -8,8 +8,8 @@
 namespace {
 
 struct Backward {
-  const void *grad_y, *grad_code, *x, *code, *left, *right;
-  void *dx, *dcode;
+  const void *grad_y, *grad_latent, *x, *latent, *left, *right;
+  void *dx, *dlatent;
   float *dleft, *dright, *dbias, *partials;
   int64_t num_tokens, chunk_tokens;
   int in_features, out_features, rank;
@@ -26,11 +26,11 @@ KERNEL LAUNCH_BOUNDS(THREADS, ALIGNED ? 2 : 1) code_gradient_kernel(Backward a) 
   contract<P, RANK, ALIGNED>(tile, static_cast<const Element<P>*>(a.grad_y), right, token, a.num_tokens,
                              a.out_features, a.rank);
   __syncthreads();
-  const auto* grad_code = static_cast<const Element<P>*>(a.grad_code);
+  const auto* grad_latent = static_cast<const Element<P>*>(a.grad_latent);
   finish_sums<P, RANK>(tile, token, a.num_tokens, a.rank, [&](int64_t t, int r, float sum) {
     const int64_t i = t * a.rank + r;
-    if (grad_code) sum += to_float(grad_code[i]);
-    from_float(static_cast<Element<P>*>(a.dcode)[i], sum);
+    if (grad_latent) sum += to_float(grad_latent[i]);
+    from_float(static_cast<Element<P>*>(a.dlatent)[i], sum);
     return sum;
   });
   if (!a.dx) return;
@@ -120,7 +120,7 @@ KERNEL LAUNCH_BOUNDS(PRODUCT_THREADS, ALIGNED ? 3 : 1) product_kernel(Backward a
   const bool of_x = static_cast<int>(blockIdx.x) < x_slabs;
   const int slab = (static_cast<int>(blockIdx.x) - (of_x ? 0 : x_slabs)) * SLAB;
   const int columns = of_x ? a.in_features : a.out_features;
-  transposed_product<P, RANK, ALIGNED>(tile, static_cast<const Element<P>*>(of_x ? a.dcode : a.code),
+  transposed_product<P, RANK, ALIGNED>(tile, static_cast<const Element<P>*>(of_x ? a.dlatent : a.latent),
                                        static_cast<const Element<P>*>(of_x ? a.x : a.grad_y), a, slab, columns);
   __syncthreads();
   const int64_t left_size = static_cast<int64_t>(a.rank) * a.in_features;
@@ -200,19 +200,19 @@ extern "C" int64_t hf_comera_low_rank_linear_chunks(int precision, int64_t num_t
   return num_tokens > tokens ? (num_tokens + tokens - 1) / tokens : 1;
 }
 
-// grad_y (T, O), grad_code (T, R) or null, x (T, I), code (T, R), left (R, I), right (R, O)
+// grad_y (T, O), grad_latent (T, R) or null, x (T, I), latent (T, R), left (R, I), right (R, O)
 // -> dx (T, I), not computed where null; dleft (R, I), dright (R, O), dbias (O) or null, in float32.
-// Scratch: dcode (T, R).
-extern "C" int hf_comera_low_rank_linear_backward(int precision, const void* grad_y, const void* grad_code,
-                                                  const void* x, const void* code, const void* left,
+// Scratch: dlatent (T, R).
+extern "C" int hf_comera_low_rank_linear_backward(int precision, const void* grad_y, const void* grad_latent,
+                                                  const void* x, const void* latent, const void* left,
                                                   const void* right, void* dx, float* dleft, float* dright,
-                                                  float* dbias, void* dcode, float* partials, int64_t num_tokens,
+                                                  float* dbias, void* dlatent, float* partials, int64_t num_tokens,
                                                   int in_features, int out_features, int rank, void* stream) {
   if (const int status = check_sizes(precision, rank, num_tokens, in_features, out_features)) return status;
-  const Backward arguments{grad_y, grad_code, x, code, left, right, dx, dcode, dleft, dright, dbias, partials,
+  const Backward arguments{grad_y, grad_latent, x, latent, left, right, dx, dlatent, dleft, dright, dbias, partials,
                            num_tokens, tokens_of_chunk(precision, num_tokens, in_features, out_features),
                            in_features, out_features, rank,
                            hf_comera_low_rank_linear_chunks(precision, num_tokens, in_features, out_features)};
-  const bool aligned = is_aligned(precision, in_features, out_features, {grad_y, x, code, left, right, dx, dcode});
+  const bool aligned = is_aligned(precision, in_features, out_features, {grad_y, x, latent, left, right, dx, dlatent});
   return choose_kernel(precision, rank, aligned, LaunchBackward{arguments, precision, stream});
 }

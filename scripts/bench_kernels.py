@@ -22,7 +22,7 @@ from hf_comera.ops import use_kernels
 from hf_comera.ops.cuda.dispatch import serve_devices
 from hf_comera.ops.cuda.library import kernels_refusal
 from hf_comera.ops.cuda.low_rank_linear import low_rank_linear, low_rank_linear_backward
-from hf_comera.ops.cuda.tiled_mlp import wide_code, wide_code_backward
+from hf_comera.ops.cuda.tiled_mlp import tiled_mlp, tiled_mlp_backward
 from interleaved_timing import DENSE, RESULTS, Timings, check_agreement, machine, positive_integer, replace_rows
 from kernel_floors import WORK, Ceilings, measure_ceilings
 from kernel_timing import FORMATS, time_on, use_format
@@ -157,8 +157,8 @@ def backward(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
         return dx
 
     def plain() -> Tensor:
-        dcode = grad_y @ right.T
-        dx, _, _, _ = dcode @ left, dcode.T @ x, code.T @ grad_y, grad_y.sum(0)
+        dlatent = grad_y @ right.T
+        dx, _, _, _ = dlatent @ left, dlatent.T @ x, code.T @ grad_y, grad_y.sum(0)
         return dx
 
     return {
@@ -179,7 +179,7 @@ def ffn_forward(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     return {
         DENSE: lambda: linear(gelu(linear(x, up)), down),
         TORCH: lambda: gelu(x @ left_in.T @ right_in) @ left_out.T @ right_out,
-        KERNEL: lambda: wide_code([x @ left_in.T], [right_in], [None], [], left_out, **GELU) @ right_out,
+        KERNEL: lambda: tiled_mlp([x @ left_in.T], [right_in], [None], [], left_out, **GELU) @ right_out,
     }
 
 
@@ -212,7 +212,7 @@ def ffn_backward(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
         return dcode_in
 
     def on_chip(dcode_out: Tensor) -> Tensor:
-        return wide_code_backward(dcode_out, [code_in], [right_in], [None], [], left_out, **GELU)[1]
+        return tiled_mlp_backward(dcode_out, [code_in], [right_in], [None], [], left_out, **GELU)[1]
 
     return {DENSE: dense, TORCH: lambda: around(written_out), KERNEL: lambda: around(on_chip)}
 

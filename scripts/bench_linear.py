@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_comera.modules import TTLinear
-from hf_comera.ops.low_rank import bias_as_rank, from_code, to_code
+from hf_comera.ops.low_rank import bias_as_rank, from_latent, to_latent
 from interleaved_timing import (
     DENSE,
     TENSOR_TRAIN,
@@ -131,7 +131,7 @@ class GivenHalves(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """What the layer computes."""
-        return from_code(*bias_as_rank(to_code(x, self.left), self.right, self.bias, self.rank))
+        return from_latent(*bias_as_rank(to_latent(x, self.left), self.right, self.bias, self.rank))
 
 
 def check_twins(layers: dict[str, nn.Module], x: Tensor, dy: Tensor, name: str, tolerance: float) -> None:

@@ -94,7 +94,7 @@ def fp8(rows: list[Row]) -> list[Gain]:
 RULES = (
     Rule(subject="kernel: low-rank linear", gains=of_op("forward", "backward"), tests=("low_rank_linear",),
          by_kernels=True),
-    Rule(subject="kernel: hidden layers (wide_code)", gains=of_op("ffn forward", "ffn backward"), tests=("wide_",),
+    Rule(subject="kernel: hidden layers (tiled_mlp)", gains=of_op("ffn forward", "ffn backward"), tests=("wide_",),
          by_kernels=True),
     Rule(subject="kernel: halves", gains=of_op("halves", "halves and gradients"), tests=("halves",), by_kernels=True),
     Rule(subject="kernel: embedding lookup", gains=of_op("lookup", "lookup and gradients"), tests=("ttm_",),

@@ -17,7 +17,7 @@ from hf_comera.modules.fast_dropout import FastDropout
 from hf_comera.modules.head_and_loss import LANGUAGE_MODELS, HeadAndLoss
 from hf_comera.modules.latent_attention import LatentAttention
 from hf_comera.modules.stamp import can_keep
-from hf_comera.ops.bit_dropout import WORTH_BITS
+from hf_comera.ops.bit_dropout import MIN_NUMEL
 from hf_comera.ops.cuda.build import find_nvcc
 from hf_comera.ops.cuda.dispatch import kernels_serve
 from hf_comera.ops.cuda.halves import Half, half_refusal
@@ -28,7 +28,7 @@ from hf_comera.ops.halves import padded_rank
 from hf_comera.ops.ttm_embedding import half_tables
 from hf_comera.tt.planner import RULE, Product, half_products, path_products, total_cost
 
-__all__ = ["Explanation", "FamilyCost", "explain", "fused_layers", "kernel_notes", "speed_notes"]
+__all__ = ["Explanation", "LayerGroupCost", "explain", "fused_layers", "kernel_notes", "speed_notes"]
 
 WIDTH = 119
 SHOWN_NAMES = 2
@@ -38,7 +38,7 @@ _Family = tuple[tuple[str, ...], CompressedLayer]
 
 
 @dataclass(frozen=True)
-class FamilyCost:
+class LayerGroupCost:
     """A family of equal layers. Costs are those of one of them; an embedding, which looks up, has none."""
 
     label: str
@@ -62,7 +62,7 @@ class FamilyCost:
 class Explanation:
     """One row for each family of equal layers, and notes. Print it."""
 
-    rows: tuple[FamilyCost, ...]
+    rows: tuple[LayerGroupCost, ...]
     notes: tuple[str, ...]
     batch_size: int
     seq_len: int
@@ -139,9 +139,9 @@ def explain(model: nn.Module, batch_size: int, seq_len: int, *, training: bool =
 
 def _cost(
     label: str, names: tuple[str, ...], layer: CompressedLayer, rows: int, dtype: torch.dtype, *, training: bool
-) -> FamilyCost:
+) -> LayerGroupCost:
     """One of the equal layers, without bias; training builds the halves, in evaluation they are at hand."""
-    family = FamilyCost(label, len(names), (layer.in_factors, layer.out_factors), layer.ranks)
+    family = LayerGroupCost(label, len(names), (layer.in_factors, layer.out_factors), layer.ranks)
     if not isinstance(layer, TTLinear):
         return replace(family, path="removed" if getattr(layer, "is_removed", False) else "lookup")
     inputs, outputs = layer.in_features, layer.out_features
@@ -208,7 +208,7 @@ def _against(compressed: int, dense: int) -> str:
 
 
 def speed_notes(
-    model: nn.Module, rows: Sequence["FamilyCost"], device: torch.device, dtype: torch.dtype
+    model: nn.Module, rows: Sequence["LayerGroupCost"], device: torch.device, dtype: torch.dtype
 ) -> tuple[str, ...]:
     """All notes that apply, the most general first."""
     return (
@@ -244,7 +244,7 @@ def _about_the_machine(device: torch.device, dtype: torch.dtype) -> Iterator[str
         yield "dtype float32: bfloat16 (bf16=True of the Trainer) multiplies several times as fast on a GPU."
 
 
-def _about_paths(model: nn.Module, rows: Sequence["FamilyCost"]) -> Iterator[str]:
+def _about_paths(model: nn.Module, rows: Sequence["LayerGroupCost"]) -> Iterator[str]:
     if not rows:
         yield (
             "No layer is in tensor-train form. Compress the model with get_comera_model(model, ComeraConfig(rank=30))."
@@ -292,7 +292,7 @@ def _about_dropout(model: nn.Module, device: torch.device) -> Iterator[str]:
     drawing = [module for module in model.modules() if isinstance(module, nn.Dropout) and 0 < module.p < 1]
     fast, on_cpu = sum(isinstance(module, FastDropout) for module in drawing), device.type in ("cpu", "meta")
     if fast and on_cpu:
-        yield f"Training, {fast} dropouts draw four entries at a time where they have {WORTH_BITS:,} or more."
+        yield f"Training, {fast} dropouts draw four entries at a time where they have {MIN_NUMEL:,} or more."
     elif fast:
         yield f"Training, {fast} dropouts are torch's: drawing several entries at a time is for a CPU."
     if len(drawing) > fast and on_cpu:
@@ -352,7 +352,7 @@ def _left_to_torch(what: str, refused: dict[str, str]) -> Iterator[str]:
 
 
 def _halves_refusal(layer: TTLinear, dtype: torch.dtype) -> str | None:
-    if not can_keep(layer.train_parameters()):
+    if not can_keep(layer.tt_parameters()):
         return "their cores are sharded, or computed from something else"
     cores, gates = ([each.detach().contiguous() for each in part] for part in (layer.cores(), layer.rank_gates()))
     num_in = len(layer.in_factors)

@@ -64,13 +64,13 @@ class SizeReport:
 
 def size_report(model: nn.Module) -> SizeReport:
     """Count the parameters and bytes of ``model`` (any model; only compressed layers differ from dense)."""
-    trains = compressed_layers(model).values()
-    compressed = sum(module.num_core_parameters for module in trains)
-    dense = sum(module.num_dense_parameters for module in trains)
+    layers = compressed_layers(model).values()
+    compressed = sum(module.num_core_parameters for module in layers)
+    dense = sum(module.num_dense_parameters for module in layers)
     parameters = list(model.parameters())
-    gates = sum(gate.numel() for module in trains for gate in module.rank_gates())
-    own_bytes = sum(p.numel() * p.element_size() for module in trains for p in module.train_parameters())
-    dense_bytes = sum(module.num_dense_parameters * module.cores()[0].element_size() for module in trains)
+    gates = sum(gate.numel() for module in layers for gate in module.rank_gates())
+    own_bytes = sum(p.numel() * p.element_size() for module in layers for p in module.tt_parameters())
+    dense_bytes = sum(module.num_dense_parameters * module.cores()[0].element_size() for module in layers)
     total, total_bytes = sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
     return SizeReport(
         dense_parameters=total - compressed - gates + dense,
@@ -181,11 +181,11 @@ class RankReport:
 def rank_report(model: nn.Module) -> RankReport:
     """The ranks of ``model`` now and, if they were trained in this process or a resumed one, before."""
     history: RankHistory = model.__dict__.get("_rank_history") or RankHistory()
-    trains = {name: module for name, module in model.named_modules() if isinstance(module, TensorTrainModule)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, TensorTrainModule)}
     report = size_report(model)
     return RankReport(
-        before={name: tuple(history.ranks_before.get(name, module.ranks)) for name, module in trains.items()},
-        after={name: module.ranks for name, module in trains.items()},
+        before={name: tuple(history.ranks_before.get(name, module.ranks)) for name, module in layers.items()},
+        after={name: module.ranks for name, module in layers.items()},
         parameters=report.parameters - report.gate_parameters,
         dense_parameters=report.dense_parameters,
         steps=tuple(history.steps),
@@ -232,7 +232,7 @@ def dense_parts(model: nn.Module) -> list[DensePart]:
     sizes: dict[tuple[str, str], int] = {}
     seen: set[int] = set()
     for module_name, module in model.named_modules():
-        trained = {id(p) for p in module.train_parameters()} if isinstance(module, CompressedLayer) else set()
+        trained = {id(p) for p in module.tt_parameters()} if isinstance(module, CompressedLayer) else set()
         for name, parameter in module.named_parameters(module_name, recurse=False):
             if id(parameter) not in seen | trained:
                 pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)

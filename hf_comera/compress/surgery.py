@@ -158,10 +158,10 @@ def _without_ties(part: PreTrainedModel, prefix: str, tied_keys: set[str]) -> di
 
 def merge_model(model: PreTrainedModel) -> None:
     """Turn every compressed layer back into the dense layer that it stands for, ties included."""
-    trains = compressed_layers(model)
+    layers = compressed_layers(model)
     tied = {name: m for name, m in model.named_modules() if isinstance(m, TiedHead | TiedEmbedding)}
-    dense: dict[str, Any] = {name: _dense_layer(module) for name, module in trains.items()}
-    by_source = {id(module): dense[name] for name, module in trains.items()}
+    dense: dict[str, Any] = {name: _dense_layer(module) for name, module in layers.items()}
+    by_source = {id(module): dense[name] for name, module in layers.items()}
     for name, tied_module in tied.items():
         dense[name] = _dense_tied(tied_module, by_source[id(tied_module.source)].weight)
     for name, new in dense.items():

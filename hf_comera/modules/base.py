@@ -49,7 +49,7 @@ class CompressedLayer(nn.Module):
         """Put a gate of ones on every inner bond, in float32 (float64 beside such cores); nothing computed changes."""
         raise NotImplementedError
 
-    def train_parameters(self) -> list[Tensor]:
+    def tt_parameters(self) -> list[Tensor]:
         """Cores and gates: all of which the weight is made."""
         return self.cores() + self.rank_gates()
 
@@ -268,7 +268,7 @@ _OF_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)
 
 def lazy_weight(module: CompressedLayer) -> Tensor:
     """The lazy dense weight of ``module``, linked to its cores for autograd."""
-    return _LinkToCores.apply(module, *module.train_parameters())
+    return _LinkToCores.apply(module, *module.tt_parameters())
 
 
 class LazyWeight(Tensor):
@@ -298,7 +298,7 @@ class LazyWeight(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func == Tensor.requires_grad.__get__:  # a new wrapper at each access: never identical
-            return any(parameter.requires_grad for parameter in args[0]._module.train_parameters())
+            return any(parameter.requires_grad for parameter in args[0]._module.tt_parameters())
         if func == Tensor.data_ptr:  # PEFT tells by it which weights are tied
             return args[0]._module.cores()[0].data_ptr()
         if func == Tensor.data.__get__:
@@ -340,7 +340,7 @@ class _LinkToCores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        cores = ctx.module.train_parameters()
+        cores = ctx.module.tt_parameters()
         trained = [core for core in cores if core.requires_grad]
         with torch.enable_grad():
             found = iter(torch.autograd.grad(ctx.module.dense(), trained, grads[0]))

@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 
 from hf_comera.ops import bit_dropout
 
-__all__ = ["FastDropout", "quicken_dropout", "restore_dropout"]
+__all__ = ["FastDropout", "disable_fast_dropout", "enable_fast_dropout"]
 
 
 class FastDropout(nn.Dropout):
@@ -40,13 +40,13 @@ def _is_followed(x: Tensor) -> bool:
     return type(x) not in (Tensor, nn.Parameter, FakeTensor) or torch._C._are_functorch_transforms_active()
 
 
-def quicken_dropout(model: nn.Module) -> None:
+def enable_fast_dropout(model: nn.Module) -> None:
     """Make every ``nn.Dropout`` of ``model`` a fast one, in place."""
     _reclass(model, nn.Dropout, FastDropout)
 
 
-def restore_dropout(model: nn.Module) -> None:
-    """Undo :func:`quicken_dropout`."""
+def disable_fast_dropout(model: nn.Module) -> None:
+    """Undo :func:`enable_fast_dropout`."""
     _reclass(model, FastDropout, nn.Dropout)
 
 

@@ -3,7 +3,7 @@
 from torch import nn
 
 from hf_comera.modules.block import Block, exchange_class, restore_class
-from hf_comera.modules.fast_dropout import quicken_dropout, restore_dropout
+from hf_comera.modules.fast_dropout import disable_fast_dropout, enable_fast_dropout
 from hf_comera.modules.halves_bank import HalvesBank
 from hf_comera.modules.latent_attention import attention_block
 from hf_comera.modules.tiled_mlp import mlp_block
@@ -23,7 +23,7 @@ def fuse(model: nn.Module) -> None:
     Called again it starts afresh, with the layers that are there then.
     """
     unfuse(model)
-    quicken_dropout(model)
+    enable_fast_dropout(model)
     bank = HalvesBank()
     for module in list(model.modules()):
         if isinstance(module, TTLinear):
@@ -34,6 +34,6 @@ def fuse(model: nn.Module) -> None:
 
 def unfuse(model: nn.Module) -> None:
     """Undo :func:`fuse`."""
-    restore_dropout(model)
+    disable_fast_dropout(model)
     for module in model.modules():
         restore_class(module)

@@ -69,7 +69,7 @@ class HalvesBank:
     def _entry(self, layer: TTLinear, dtype: torch.dtype) -> _Entry:
         """That of ``layer``, which holds."""
         entry = self._entries.get(layer)
-        if entry is not None and entry.holds(layer.train_parameters(), dtype):
+        if entry is not None and entry.holds(layer.tt_parameters(), dtype):
             return entry
         with outside_of_selection(), without_autocast(layer.core_0):
             return self._build(layer, dtype)
@@ -90,14 +90,14 @@ class HalvesBank:
         alone = layer not in self._entries or torch._C._current_graph_task_id() != -1
         members = {layer: dtype} if alone else {}
         for member, entry in [] if alone else list(self._entries.items()):
-            tensors = member.train_parameters()
+            tensors = member.tt_parameters()
             member_dtype = dtype if entry is None or member is layer else entry.dtype
             if can_keep(tensors) and not (entry is not None and entry.holds(tensors, member_dtype)):
                 members[member] = member_dtype
         found, built = _build_halves(members), {}
         for member, member_dtype in members.items():
             (left, left_side), (right, right_side) = found[member]
-            tensors = member.train_parameters()
+            tensors = member.tt_parameters()
             trained = tuple(tensor.requires_grad for tensor in tensors) if torch.is_grad_enabled() else None
             stamp = Stamp.of(tensors)
             built[member] = _Entry(left, right, member_dtype, (left_side, right_side), stamp, trained)
@@ -180,7 +180,7 @@ def _families(members: dict[TTLinear, torch.dtype], on_left: bool) -> Iterator[t
 def _family(layer: TTLinear, dtype: torch.dtype, on_left: bool) -> tuple[Any, ...]:
     """Equal for layers whose halves on one side can be built together."""
     sizes = (layer.in_factors, layer.in_features) if on_left else (layer.out_factors, layer.out_features)
-    core, trains = layer.core_0, any(tensor.requires_grad for tensor in layer.train_parameters())
+    core, trains = layer.core_0, any(tensor.requires_grad for tensor in layer.tt_parameters())
     return sizes, dtype, core.dtype, core.device, trains, len(layer.rank_gates())
 
 

@@ -10,7 +10,7 @@ from hf_comera.modules.base import TensorTrainModule, removed_output
 from hf_comera.modules.halves_bank import HalvesBank
 from hf_comera.modules.stamp import can_keep
 from hf_comera.ops.halves import RANK_MULTIPLE, layer_halves, padded_rank
-from hf_comera.ops.low_rank import bias_as_rank, dense_linear, from_code, low_rank_linear
+from hf_comera.ops.low_rank import bias_as_rank, dense_linear, from_latent, low_rank_linear
 from hf_comera.ops.precision import autocast_dtype, chain_dtype, without_autocast
 from hf_comera.ops.tiled_mlp import HiddenInput
 from hf_comera.tt import planner
@@ -105,7 +105,7 @@ class TTLinear(TensorTrainModule):
 
     def from_latent(self, latent: Tensor, right: Tensor) -> Tensor:
         """``(..., R) -> (..., out_features)``: the up-projection by the right half, and the bias."""
-        return from_code(*bias_as_rank(latent, right, self.bias, self.middle_rank))
+        return from_latent(*bias_as_rank(latent, right, self.bias, self.middle_rank))
 
     def hidden_input(self, latent: Tensor, right: Tensor) -> HiddenInput:
         """The same of ``latent``, ``(T, R)``, for an operator that makes it a few rows at a time."""
@@ -120,7 +120,7 @@ class TTLinear(TensorTrainModule):
     def _dense_product(self, x: Tensor) -> Tensor:
         """What the layer computes along the dense path; its matrix is kept where nothing trains."""
         dtype = autocast_dtype(x)
-        if torch.is_grad_enabled() or not can_keep(self.train_parameters()):
+        if torch.is_grad_enabled() or not can_keep(self.tt_parameters()):
             return dense_linear(x, *self.halves(dtype), self.bias)
         with without_autocast(x):
             weight, bias = self.halves_bank.dense_matrix(self, dtype), self.bias
@@ -128,7 +128,7 @@ class TTLinear(TensorTrainModule):
 
     @property
     def middle_rank(self) -> int:
-        """Numbers of the code, without padding."""
+        """Numbers of the latent, without padding."""
         return self.ranks[len(self.in_factors) - 1]
 
     def halves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,7 @@ class TTLinear(TensorTrainModule):
             zeros = self.core_0.new_zeros(RANK_MULTIPLE, self.in_features + self.out_features, dtype=dtype)
             left, right = zeros.split([self.in_features, self.out_features], dim=1)
             return left, right
-        if can_keep(self.train_parameters()):
+        if can_keep(self.tt_parameters()):
             return self.halves_bank.halves(self, dtype)
         with without_autocast(self.core_0):
             left, right = layer_halves(self.gated_cores(), len(self.in_factors), self.in_features, self.out_features)

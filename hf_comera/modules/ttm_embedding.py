@@ -95,7 +95,7 @@ class TTMEmbedding(TensorTrainModule):
             return self.core_0.new_zeros(*x.shape, self.embedding_dim)
         if torch.compiler.is_exporting() and not self.training:
             return self._by_torch_alone(x, project, bias)
-        parameters = self.train_parameters()
+        parameters = self.tt_parameters()
         if not torch.is_grad_enabled() and can_keep(parameters):
             return self._from_tables(parameters, x, project, bias)
         if project:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["WORTH_BITS", "decode_bits", "draw_kept", "drop", "kept_factors", "kept_share", "pack_bits", "serves"]
+__all__ = ["MIN_NUMEL", "decode_bits", "draw_kept", "drop", "kept_factors", "kept_share", "pack_bits", "serves"]
 
 _GATHER = 0x0102040810204080
 """Bit ``56 - 7 j`` for each j: times it, bit ``8 j``, the truth of byte j, comes to ``56 + j``, the last byte."""
@@ -48,7 +48,7 @@ _LEVELS = 1 << 16
 """Values of a random number: the rate is rounded to multiples of 1 / 65536, and what is kept is scaled accordingly."""
 
 # Entries from which on it has been faster; below, more calls cost more than torch's draws.
-WORTH_BITS = 1 << 16
+MIN_NUMEL = 1 << 16
 
 # Bytes of bits that are drawn at a time: their random numbers fit a core's cache.
 _CHUNK_BYTES = 1 << 15
@@ -56,7 +56,7 @@ _CHUNK_BYTES = 1 << 15
 
 def serves(device: torch.device, num_entries: int, dropout: float) -> bool:
     """Whether that many entries can be dropped so, and faster: on a CPU, many, and not all or none of them."""
-    return device.type == "cpu" and num_entries >= WORTH_BITS and 0 < _dropped_levels(dropout) < _LEVELS
+    return device.type == "cpu" and num_entries >= MIN_NUMEL and 0 < _dropped_levels(dropout) < _LEVELS
 
 
 def kept_share(dropout: float) -> float:

@@ -96,7 +96,7 @@ def _absorbing_pays(rows: int, rank: int, size: int, other_rank: int) -> bool:
     return rank * size * other_rank + rows * rank * other_rank <= rows * size * (rank + other_rank)
 
 
-# Shapes here: B = batch, T = tokens, S = tokens of key and value, H = heads, R = rank of a code, n = sequences and
+# Shapes here: B = batch, T = tokens, S = tokens of key and value, H = heads, R = rank of a latent, n = sequences and
 # t = tokens of a chunk.
 
 

@@ -13,7 +13,7 @@ from hf_comera.ops.cuda.dispatch import kernels_serve, register_cuda_kernel
 from hf_comera.ops.halves import RANK_MULTIPLE, layer_halves
 from hf_comera.ops.precision import autocast_input, without_autocast
 
-__all__ = ["bias_as_rank", "dense_linear", "from_code", "low_rank_linear", "to_code", "tt_linear"]
+__all__ = ["bias_as_rank", "dense_linear", "from_latent", "low_rank_linear", "to_latent", "tt_linear"]
 
 
 def low_rank_linear(
@@ -33,8 +33,8 @@ def low_rank_linear(
         it is on).
     """
     if not kernels_serve(x.device):
-        latent = to_code(x, left)
-        return from_code(*bias_as_rank(latent, right, bias, right.shape[0] if rank is None else rank))
+        latent = to_latent(x, left)
+        return from_latent(*bias_as_rank(latent, right, bias, right.shape[0] if rank is None else rank))
     x = autocast_input(x)
     with without_autocast(x):
         return _low_rank_linear(x, left.to(x.dtype), right.to(x.dtype), bias)[0]
@@ -42,8 +42,8 @@ def low_rank_linear(
 
 def _composed(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """``y`` and the latent."""
-    latent = to_code(x, left)
-    return from_code(latent, right, bias), latent
+    latent = to_latent(x, left)
+    return from_latent(latent, right, bias), latent
 
 
 @torch.library.custom_op("hf_comera::low_rank_linear", mutates_args=())
@@ -61,23 +61,23 @@ register_cuda_kernel(_low_rank_linear, kernels.low_rank_linear)
 
 @torch.library.custom_op("hf_comera::low_rank_linear_backward", mutates_args=())
 def _low_rank_linear_backward(
-    grad_y: Tensor, grad_code: Tensor | None, x: Tensor, code: Tensor, left: Tensor, right: Tensor
+    grad_y: Tensor, grad_latent: Tensor | None, x: Tensor, latent: Tensor, left: Tensor, right: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, left, right and bias; those of the halves and the bias in float32 or better."""
-    x_TI, code_TR = x.reshape(-1, x.shape[-1]), code.reshape(-1, code.shape[-1])
+    x_TI, latent_TR = x.reshape(-1, x.shape[-1]), latent.reshape(-1, latent.shape[-1])
     dy_TO = grad_y.reshape(-1, grad_y.shape[-1]).to(x.dtype)
-    dcode_TR = dy_TO @ right.T
-    if grad_code is not None:
-        dcode_TR = dcode_TR + grad_code.reshape(code_TR.shape)
+    dlatent_TR = dy_TO @ right.T
+    if grad_latent is not None:
+        dlatent_TR = dlatent_TR + grad_latent.reshape(latent_TR.shape)
     exact = torch.promote_types(x.dtype, torch.float32)
-    grads = (dcode_TR.T @ x_TI, code_TR.T @ dy_TO, dy_TO.sum(0))
+    grads = (dlatent_TR.T @ x_TI, latent_TR.T @ dy_TO, dy_TO.sum(0))
     dleft, dright, dbias = (grad.to(exact) for grad in grads)
-    return (dcode_TR @ left).reshape(x.shape), dleft, dright, dbias
+    return (dlatent_TR @ left).reshape(x.shape), dleft, dright, dbias
 
 
 @_low_rank_linear_backward.register_fake
 def _(
-    grad_y: Tensor, grad_code: Tensor | None, x: Tensor, code: Tensor, left: Tensor, right: Tensor
+    grad_y: Tensor, grad_latent: Tensor | None, x: Tensor, latent: Tensor, left: Tensor, right: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     exact = torch.promote_types(x.dtype, torch.float32)
     dleft, dright, dbias = (x.new_empty(shape, dtype=exact) for shape in (left.shape, right.shape, right.shape[1:]))
@@ -94,15 +94,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(x, left, right, output[1])
 
 
-def _backward(ctx: Any, grad_y: Tensor | None, grad_code: Tensor | None) -> tuple[Any, ...]:
-    x, left, right, code = ctx.saved_tensors
+def _backward(ctx: Any, grad_y: Tensor | None, grad_latent: Tensor | None) -> tuple[Any, ...]:
+    x, left, right, latent = ctx.saved_tensors
     if grad_y is None:
         grad_y = x.new_zeros(*x.shape[:-1], right.shape[1])
     with without_autocast(x):
         if torch.is_grad_enabled():
             grads: Any = _differentiable_gradients(grad_y, x, left, right)
         else:
-            grads = _low_rank_linear_backward(grad_y, grad_code, x, code, left, right)
+            grads = _low_rank_linear_backward(grad_y, grad_latent, x, latent, left, right)
     dtypes = (x.dtype, left.dtype, right.dtype, ctx.bias_dtype)
     return tuple(
         None if grad is None or dtype is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
@@ -143,7 +143,7 @@ def dense_linear(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = N
         return functional.linear(x, weight_OI, None if bias is None else bias.to(x.dtype))
 
 
-# Shapes here: I = in features, O = out features, R = rank of the code, T = tokens.
+# Shapes here: I = in features, O = out features, R = rank of the latent, T = tokens.
 
 
 # Entries of an output from which on a pass over it takes longer than the few small operations that spare one.
@@ -191,10 +191,10 @@ def tt_linear(
     x = autocast_input(x)
     with without_autocast(x):
         left, right = layer_halves(cores, num_in, x.shape[-1], all_columns if out_features is None else out_features)
-    return from_code(to_code(x, left), right, bias)
+    return from_latent(to_latent(x, left), right, bias)
 
 
-def to_code(x: Tensor, left: Tensor) -> Tensor:
+def to_latent(x: Tensor, left: Tensor) -> Tensor:
     """``x @ left.T``.
 
     Shape:
@@ -205,50 +205,50 @@ def to_code(x: Tensor, left: Tensor) -> Tensor:
         return linear(x, left.to(x.dtype))
 
 
-def from_code(code: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``code @ right + bias``.
+def from_latent(latent: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``latent @ right + bias``.
 
     Shape:
-        ``code`` ``(..., R)``, ``right`` ``(R, O)``, ``bias`` ``(O,)`` -> ``(..., O)``, in the dtype of ``code``.
+        ``latent`` ``(..., R)``, ``right`` ``(R, O)``, ``bias`` ``(O,)`` -> ``(..., O)``, in the dtype of ``latent``.
     """
-    code_TR = code.reshape(-1, code.shape[-1])
-    with without_autocast(code):
+    latent_TR = latent.reshape(-1, latent.shape[-1])
+    with without_autocast(latent):
         if bias is None:
-            y_TO = code_TR @ right.to(code.dtype)
+            y_TO = latent_TR @ right.to(latent.dtype)
         else:
-            y_TO = torch.addmm(bias.to(code.dtype), code_TR, right.to(code.dtype))
-    return y_TO.view(*code.shape[:-1], right.shape[-1])
+            y_TO = torch.addmm(bias.to(latent.dtype), latent_TR, right.to(latent.dtype))
+    return y_TO.view(*latent.shape[:-1], right.shape[-1])
 
 
 def bias_as_rank(
-    code: Tensor, right: Tensor, bias: Tensor | None, rank: int, *, always: bool = False
+    latent: Tensor, right: Tensor, bias: Tensor | None, rank: int, *, always: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What :func:`from_code` is to be given, with the bias in a rank that padding left empty, if that is faster.
+    """What :func:`from_latent` is to be given, with the bias in a rank that padding left empty, if that is faster.
 
-    The code gets a column of ones and ``right`` the bias as a row, so that one product does what otherwise takes a
+    The latent gets a column of ones and ``right`` the bias as a row, so that one product does what otherwise takes a
     pass over all of the output in front of it, and its gradient another pass in backward. Padding is there anyway.
 
     Args:
-        code: From :func:`to_code`.
-        right: Half behind it; its rows from ``rank`` on are zeros, as are the columns of the code.
+        latent: From :func:`to_latent`.
+        right: Half behind it; its rows from ``rank`` on are zeros, as are the columns of the latent.
         bias: ``(out_features,)`` or None.
         rank: Middle rank of the layer without padding.
         always: Whether to do it in any case, with more padding if need be.
 
     Shape:
-        ``code`` ``(..., R)``, ``right`` ``(R, O)`` -> the same, or R more by :data:`RANK_MULTIPLE` where there was
+        ``latent`` ``(..., R)``, ``right`` ``(R, O)`` -> the same, or R more by :data:`RANK_MULTIPLE` where there was
         none to spare.
 
     Returns:
         Code, right half and bias; as they were on a GPU, whose products add a bias for nothing, for small outputs,
         without a bias, and where no rank is to spare.
     """
-    on_cpu, entries = code.device.type == "cpu", code.numel() // code.shape[-1] * right.shape[1]
+    on_cpu, entries = latent.device.type == "cpu", latent.numel() // latent.shape[-1] * right.shape[1]
     worth = on_cpu and rank < right.shape[0] and entries >= WORTH_A_RANK and not torch.compiler.is_compiling()
     if bias is None or not (worth or always):
-        return code, right, bias
+        return latent, right, bias
     if rank == right.shape[0]:
-        code, right = pad(code, (0, RANK_MULTIPLE)), pad(right, (0, 0, 0, RANK_MULTIPLE))
-    place = torch.tensor([rank], device=code.device)
+        latent, right = pad(latent, (0, RANK_MULTIPLE)), pad(right, (0, 0, 0, RANK_MULTIPLE))
+    place = torch.tensor([rank], device=latent.device)
     # filled and copied, not added: entries beside the bias and the column of ones must stay clear of an infinite bias
-    return code.index_fill(-1, place, 1), right.index_copy(0, place, bias.to(right.dtype).unsqueeze(0)), None
+    return latent.index_fill(-1, place, 1), right.index_copy(0, place, bias.to(right.dtype).unsqueeze(0)), None

@@ -180,12 +180,12 @@ def _(grad: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def _by_kernel(*arguments: Any) -> Tensor:
-    return kernels.wide_code(**_operands(*arguments))
+    return kernels.tiled_mlp(**_operands(*arguments))
 
 
 def _backward_by_kernel(grad: Tensor, *arguments: Any) -> list[Tensor]:
     operands = _operands(*arguments)
-    wide, *dlatents = kernels.wide_code_backward(grad, **operands)
+    wide, *dlatents = kernels.tiled_mlp_backward(grad, **operands)
     rights, left, biases = operands["rights"], operands["left"], operands["biases"]
     dtype, ranks = left.dtype, [right.shape[0] for right in rights]
     rows = wide.split([*ranks, left.shape[0], len(rights)])
@@ -205,7 +205,7 @@ def _operands(*arguments: Any) -> dict[str, Any]:
         inputs.append(gate)
     latents, rights, biases = zip(*inputs, strict=True)
     masks = [] if bits is None else [kept_factors(bits, left.shape[1], True, torch.bool)]
-    operands = {"codes": latents, "rights": rights, "biases": biases, "masks": masks, "left": left}
+    operands = {"latents": latents, "rights": rights, "biases": biases, "masks": masks, "left": left}
     return {**operands, "activation": activation, "scale": None if bits is None else 1 / share}
 
 

@@ -83,9 +83,9 @@ def other_param_groups(
     model: nn.Module, lr: float, weight_decay: float, gate_lr: float | None = None
 ) -> list[dict[str, Any]]:
     """Groups of the trainable parameters that are no cores: weights; biases and norms, which do not decay; gates."""
-    trains = tensor_train_modules(model).values()
-    cores = {id(core) for module in trains for core in module.cores()}
-    gates = {id(gate) for module in trains for gate in module.rank_gates()}
+    layers = tensor_train_modules(model).values()
+    cores = {id(core) for module in layers for core in module.cores()}
+    gates = {id(gate) for module in layers for gate in module.rank_gates()}
     groups: dict[str, dict[str, Any]] = {}
     rates = {
         "weights": (lr, weight_decay),

@@ -23,7 +23,7 @@ from hf_comera.tt.cores import finite_norms
 from hf_comera.tt.gauge import interface_factors, remove_gauge, to_core, to_orthogonal_gauge
 from hf_comera.tt.padding import RaggedStacks
 
-__all__ = ["COHERENCE", "Family", "TTMuon", "Train", "families", "orthogonal_steps", "orthogonalize"]
+__all__ = ["COHERENCE", "ShapeGroup", "TTCores", "TTMuon", "orthogonal_steps", "orthogonalize", "shape_groups"]
 
 # Quintic a x + b x^3 + c x^5 whose iteration moves singular values from (0.002, 1] to about [0.7, 1.2] in five steps.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -67,7 +67,7 @@ Shape = tuple[int, int, int]
 """Of a core: left rank, factor, right rank."""
 
 
-class Train(NamedTuple):
+class TTCores(NamedTuple):
     """The cores of one layer; the first ``num_left`` have the middle bond on their right."""
 
     cores: list[nn.Parameter]
@@ -86,13 +86,13 @@ class Train(NamedTuple):
         return factors, has_gradient, self.num_left, self.entries, self.cores[0].dtype, self.cores[0].device
 
 
-class Family:
+class ShapeGroup:
     """What the shapes of trains with equal keys decide about their steps, valid as long as the shapes stay.
 
     A decision that is the same for all trains is a plain bool, one that is not a mask ``(trains, 1, 1, 1)``.
 
     Args:
-        trains: With equal keys. They are not kept.
+        tensor_trains: With equal keys. They are not kept.
     """
 
     places: list[int]
@@ -108,15 +108,15 @@ class Family:
     live: list[Tensor | None]
     """For each bond, outer ones too, which ranks are no padding: ``(trains, largest rank)``; None for all."""
 
-    def __init__(self, trains: Sequence[Train]) -> None:
-        first, shapes = trains[0], [train.shapes() for train in trains]
+    def __init__(self, tensor_trains: Sequence[TTCores]) -> None:
+        first, shapes = tensor_trains[0], [tensor_train.shapes() for tensor_train in tensor_trains]
         self.num_left, self._device = first.num_left, first.cores[0].device
         self.places = [place for place, core in enumerate(first.cores) if core.grad is not None]
-        shared = {place: [self._is_shared(train, place) for train in shapes] for place in self.places}
+        shared = {place: [self._is_shared(tensor_train, place) for tensor_train in shapes] for place in self.places}
         still = {
             place: [
-                is_shared and only_mixes_ranks(train[place], place < self.num_left)
-                for is_shared, train in zip(shared[place], shapes, strict=True)
+                is_shared and only_mixes_ranks(tensor_train[place], place < self.num_left)
+                for is_shared, tensor_train in zip(shared[place], shapes, strict=True)
             ]
             for place in self.places
         }
@@ -126,7 +126,7 @@ class Family:
         numbers = [values.count(False) for values in zip(*still.values(), strict=True)]
         exact = torch.promote_types(first.cores[0].dtype, torch.float32)
         self.part = self._tensor([1 / math.sqrt(number) for number in numbers], exact).view(-1, 1, 1, 1)
-        ranks = [[1] * len(trains), *([shape[2] for shape in cores] for cores in zip(*shapes, strict=True))]
+        ranks = [[1] * len(tensor_trains), *([shape[2] for shape in cores] for cores in zip(*shapes, strict=True))]
         self.live = [self._live(of_bond) for of_bond in ranks]
         selections = (tuple(range(len(first.cores))), tuple(self.places), tuple(self.moving))
         stacks = {places: self._stacks(shapes, places) for places in dict.fromkeys(selections)}
@@ -147,14 +147,14 @@ class Family:
         return torch.tensor(values, dtype=dtype, device="cpu").to(self._device)
 
     def _stacks(self, shapes: Sequence[tuple[Shape, ...]], places: Sequence[int]) -> RaggedStacks:
-        return RaggedStacks([[train[place] for train in shapes] for place in places], self._device)
+        return RaggedStacks([[tensor_train[place] for tensor_train in shapes] for place in places], self._device)
 
 
-def families(trains: Sequence[Train]) -> list[tuple[list[int], Family]]:
+def shape_groups(tensor_trains: Sequence[TTCores]) -> list[tuple[list[int], ShapeGroup]]:
     """Which of some trains with equal keys are stepped together: their indices, and the family that they are."""
-    shapes = [train.shapes() for train in trains]
-    by_size = sorted(range(len(trains)), key=lambda index: sum(map(math.prod, shapes[index])))
-    return [(members, Family([trains[index] for index in members])) for members in _parted(by_size, shapes)]
+    shapes = [tensor_train.shapes() for tensor_train in tensor_trains]
+    by_size = sorted(range(len(tensor_trains)), key=lambda index: sum(map(math.prod, shapes[index])))
+    return [(members, ShapeGroup([tensor_trains[index] for index in members])) for members in _parted(by_size, shapes)]
 
 
 def _parted(members: list[int], shapes: Sequence[tuple[Shape, ...]]) -> list[list[int]]:
@@ -185,29 +185,29 @@ def only_mixes_ranks(shape: Shape, on_left: bool) -> bool:
     return rank_before * factor <= rank_behind if on_left else factor * rank_behind <= rank_before
 
 
-def orthogonal_steps(family: Family, cores: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
+def orthogonal_steps(shape_group: ShapeGroup, cores: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
     """Steps of the cores that move, each of about one in the orthogonal gauge; not yet divided among them.
 
     What a neighbour towards the centre can do as well is left to it, if it has a gradient.
 
     Args:
-        family: What the shapes decide.
+        shape_group: What the shapes decide.
         cores: All cores, stacked and padded.
         momenta: Of the places with a gradient.
 
     Shape:
         ``(trains, r_{k-1}, n_k, r_k)`` -> the same for each moving place; padding is zero.
     """
-    befores, behinds = interface_factors(cores, family.live)
-    momentum_of = dict(zip(family.places, momenta, strict=True))
+    befores, behinds = interface_factors(cores, shape_group.live)
+    momentum_of = dict(zip(shape_group.places, momenta, strict=True))
     steps = []
-    for place in family.moving:
-        on_left = place < family.num_left
+    for place in shape_group.moving:
+        on_left = place < shape_group.num_left
         before, behind = befores[place], behinds[place]
         step = to_orthogonal_gauge(momentum_of[place], before, behind)
-        shared, still = family.shared[place], family.still[place]
+        shared, still = shape_group.shared[place], shape_group.still[place]
         if shared is not False:
-            outer, live = (before, family.live[place + 1]) if on_left else (behind, family.live[place])
+            outer, live = (before, shape_group.live[place + 1]) if on_left else (behind, shape_group.live[place])
             freed = remove_gauge(step, cores[place], outer, on_left=on_left, live=live)
             step = freed if shared is True else torch.where(shared, freed, step)
         unfolding = step.flatten(-3, -2) if on_left else step.flatten(-2)
@@ -314,7 +314,7 @@ class TTMuon(torch.optim.Optimizer):
         # fused: where torch looks for the device that AdamW's step counts belong on when it loads a state
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
         super().__init__(groups, {**defaults, "fused": True, "trains": None})
-        self._families: dict[Any, list[tuple[list[int], Family]]] = {}
+        self._shape_groups: dict[Any, list[tuple[list[int], ShapeGroup]]] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take more parameters, which are trained by AdamW, with settings of their own."""
@@ -366,41 +366,44 @@ class TTMuon(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also on loading a state and copying: families are made again when they are needed."""
         super().__setstate__(state)
-        self._families = {}
+        self._shape_groups = {}
 
     def _step_trains(self, group: dict[str, Any]) -> None:
-        gathered: dict[tuple[Any, ...], list[Train]] = {}
+        gathered: dict[tuple[Any, ...], list[TTCores]] = {}
         cores = iter(group["params"])
         for num_cores, num_left, entries in group["trains"]:
-            train = Train([next(cores) for _ in range(num_cores)], num_left, entries)
-            if any(core.grad is not None for core in train.cores):
-                gathered.setdefault(train.key(), []).append(train)
+            tensor_train = TTCores([next(cores) for _ in range(num_cores)], num_left, entries)
+            if any(core.grad is not None for core in tensor_train.cores):
+                gathered.setdefault(tensor_train.key(), []).append(tensor_train)
         found = {}
-        for key, trains in gathered.items():
-            shapes = tuple(train.shapes() for train in trains)
-            found[key, shapes] = self._families.get((key, shapes)) or families(trains)
-            for members, family in found[key, shapes]:
-                self._step_family(family, [trains[index] for index in members], group)
-        self._families = found  # without those of ranks that have been cut since
+        for key, tensor_trains in gathered.items():
+            shapes = tuple(tensor_train.shapes() for tensor_train in tensor_trains)
+            found[key, shapes] = self._shape_groups.get((key, shapes)) or shape_groups(tensor_trains)
+            for members, shape_group in found[key, shapes]:
+                self._step_shape_group(shape_group, [tensor_trains[index] for index in members], group)
+        self._shape_groups = found  # without those of ranks that have been cut since
 
-    def _step_family(self, family: Family, trains: list[Train], group: dict[str, Any]) -> None:
+    def _step_shape_group(self, shape_group: ShapeGroup, tensor_trains: list[TTCores], group: dict[str, Any]) -> None:
         """Step trains of equal factors together."""
-        cores = [[train.cores[place] for train in trains] for place in range(len(trains[0].cores))]
-        momenta, certainty = self._momenta([cores[place] for place in family.places], family, group)
-        steps = orthogonal_steps(family, _exact(family.all_cores.pack(cores)), momenta)
-        moving = [cores[place] for place in family.moving]
-        bound = group["lr"] * COHERENCE * math.sqrt(trains[0].entries)
-        sizes = torch.stack([certainty[place] for place in family.moving]) * family.part * -bound
-        parts = family.moving_cores.unpack([step * size for step, size in zip(steps, sizes, strict=True)])
-        kept = 1 - group["lr"] * group["weight_decay"] / len(family.places)
-        decayed = [core for place in family.places for core in cores[place]]
+        cores = [
+            [tensor_train.cores[place] for tensor_train in tensor_trains]
+            for place in range(len(tensor_trains[0].cores))
+        ]
+        momenta, certainty = self._momenta([cores[place] for place in shape_group.places], shape_group, group)
+        steps = orthogonal_steps(shape_group, _exact(shape_group.all_cores.pack(cores)), momenta)
+        moving = [cores[place] for place in shape_group.moving]
+        bound = group["lr"] * COHERENCE * math.sqrt(tensor_trains[0].entries)
+        sizes = torch.stack([certainty[place] for place in shape_group.moving]) * shape_group.part * -bound
+        parts = shape_group.moving_cores.unpack([step * size for step, size in zip(steps, sizes, strict=True)])
+        kept = 1 - group["lr"] * group["weight_decay"] / len(shape_group.places)
+        decayed = [core for place in shape_group.places for core in cores[place]]
         torch._foreach_mul_(decayed, kept.to(decayed[0].dtype) if isinstance(kept, Tensor) else kept)
         stepped = [core for of_place in moving for core in of_place]
         parts = [part.view_as(core).to(core.dtype) for part, core in zip(parts, stepped, strict=True)]
         torch._foreach_add_(stepped, parts)
 
     def _momenta(
-        self, places: list[list[nn.Parameter]], family: Family, group: dict[str, Any]
+        self, places: list[list[nn.Parameter]], shape_group: ShapeGroup, group: dict[str, Any]
     ) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Advance the momenta of cores and look ahead along them; stacked, one for each place, and how sure they are.
 
@@ -416,7 +419,7 @@ class TTMuon(torch.optim.Optimizer):
         states, gradients = [self.state[core] for core in cores], [core.grad for core in cores]
         buffers, means = ([state[key] for state in states] for key in ("momentum_buffer", "mean_norm"))
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        stacks = family.cores_with_gradient
+        stacks = shape_group.cores_with_gradient
         joined = _exact([stacks.join([gradients]), stacks.join([buffers])])
         of_gradients, of_buffers = (finite_norms(stacks.cut(each)) for each in joined)
         largest = torch.finfo(means[0].dtype).max
@@ -428,7 +431,7 @@ class TTMuon(torch.optim.Optimizer):
         certainties, scales = (each.view(len(places), -1, 1, 1, 1) for each in (certainty, scales))
         momenta = stacks.spread(torch.lerp(*joined, group["momentum"]))
         scaled = [momentum / scale for momentum, scale in zip(momenta, scales, strict=True)]
-        return scaled, dict(zip(family.places, certainties, strict=True))
+        return scaled, dict(zip(shape_group.places, certainties, strict=True))
 
     def _step_others(self, group: dict[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -87,7 +87,7 @@ def test_the_same_is_dropped(name, implementation):
 @pytest.mark.parametrize("name", ["bert", "gpt2", "opt", "llama", "t5-gated", "wav2vec2"])
 def test_dropout_is_that_of_the_modules_over_many_draws(name, many, monkeypatch):
     if many:
-        monkeypatch.setattr(bit_dropout, "WORTH_BITS", 1)
+        monkeypatch.setattr(bit_dropout, "MIN_NUMEL", 1)
     model, inputs = model_of(name, dropout=0.01), inputs_of(name)
     draws = {key: tensor[:1].expand(600, *tensor.shape[1:]).contiguous() for key, tensor in inputs.items()}
     with torch.no_grad():
@@ -209,7 +209,7 @@ def test_one_graph_of_compiled_code(name):
 
 @pytest.mark.parametrize("name", ["bert", "t5-gated", "llama"])
 def test_compiled_dropout(name, monkeypatch):
-    monkeypatch.setattr(bit_dropout, "WORTH_BITS", 1)
+    monkeypatch.setattr(bit_dropout, "MIN_NUMEL", 1)
     model, inputs = model_of(name, dropout=0.1), inputs_of(name)
     torch._dynamo.reset()
     model.compile(backend="aot_eager", fullgraph=True)

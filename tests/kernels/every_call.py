@@ -4,7 +4,7 @@ import torch
 
 from hf_comera.ops.cuda.halves import Half, tt_halves, tt_halves_backward
 from hf_comera.ops.cuda.low_rank_linear import low_rank_linear, low_rank_linear_backward
-from hf_comera.ops.cuda.tiled_mlp import wide_code, wide_code_backward
+from hf_comera.ops.cuda.tiled_mlp import tiled_mlp, tiled_mlp_backward
 from hf_comera.ops.cuda.ttm_embedding import ttm_rows, ttm_table_gradients
 from tests.kernels.test_coat_adamw import new_parameter, step_by_kernel
 
@@ -24,7 +24,7 @@ def wide(dtype):
     codes, rights = [make(70, 32), make(70, 24)], [make(32, 600), make(24, 600)]
     operands = (codes, rights, [make(600), make(600)], [torch.rand(70, 600) < 0.8], make(16, 600))
     grad, form = make(70, 16), {"activation": "gelu", "scale": 1.25}
-    return lambda: [wide_code(*operands, **form), *wide_code_backward(grad, *operands, **form)]
+    return lambda: [tiled_mlp(*operands, **form), *tiled_mlp_backward(grad, *operands, **form)]
 
 
 def halves(dtype):

@@ -5,7 +5,7 @@ import torch
 
 from hf_comera.ops.cuda.halves import Half, tt_halves, tt_halves_backward
 from hf_comera.ops.cuda.low_rank_linear import low_rank_linear, low_rank_linear_backward
-from hf_comera.ops.cuda.tiled_mlp import wide_code, wide_code_backward
+from hf_comera.ops.cuda.tiled_mlp import tiled_mlp, tiled_mlp_backward
 from hf_comera.ops.cuda.ttm_embedding import ttm_rows, ttm_table_gradients
 from tests.kernels.test_coat_adamw import new_parameter, step_by_kernel
 
@@ -23,7 +23,7 @@ def adamw_step(kept, gradient, rate):
 def test_every_call_can_be_captured():
     make = lambda *shape: torch.randn(shape, device="cuda")  # noqa: E731
     x, left, right, grad_y = make(70, 64), make(32, 64), make(32, 96), make(70, 96)
-    left_out, grad_code, form = make(16, 96), make(70, 16), {"activation": "gelu", "scale": None}
+    left_out, grad_latent, form = make(16, 96), make(70, 16), {"activation": "gelu", "scale": None}
     table_left, table_right, ids = make(4, 6, 8), make(5, 8, 7), torch.randint(0, 20, (70,), device="cuda")
     side = [Half([make(1, 4, 6), make(6, 5, 8)], True, 20, 8, [make(6), make(8)])]
 
@@ -38,8 +38,8 @@ def test_every_call_can_be_captured():
             y,
             code,
             *gradients,
-            wide_code(*wide, **form),
-            *wide_code_backward(grad_code, *wide, **form),
+            tiled_mlp(*wide, **form),
+            *tiled_mlp_backward(grad_latent, *wide, **form),
             rows,
             *ttm_table_gradients(rows, ids, table_left, table_right, 20),
             *(halves := tt_halves(side, torch.float32)),

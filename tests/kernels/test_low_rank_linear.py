@@ -35,22 +35,22 @@ def operands(shape, dtype, device):
 def test_as_exact_as_torch(shape, name, kernels):
     x, left, right, bias = operands(shape, DTYPES[name], kernels)
     with precision(name):
-        y, code = low_rank_linear(*[None if each is None else between_nans(each) for each in (x, left, right, bias)])
-    assert y.dtype == code.dtype == x.dtype
+        y, latent = low_rank_linear(*[None if each is None else between_nans(each) for each in (x, left, right, bias)])
+    assert y.dtype == latent.dtype == x.dtype
     zero = x.new_zeros(()) if bias is None else bias
     code_torch = product(name, x, left.T)
     y_torch = product(name, code_torch, right) + zero
     code_exact = x.double() @ left.double().T
     y_exact = code_exact @ right.double() + zero.double()
-    assert_as_exact(name, code, code_torch, code_exact)
+    assert_as_exact(name, latent, code_torch, code_exact)
     assert_as_exact(name, y, y_torch, y_exact)
 
 
 def test_leading_axes_and_strides(kernels):
     x = torch.randn(40, 3, 5, device=kernels).transpose(0, 2)  # (5, 3, 40), not contiguous
     left, right = torch.randn(40, 16, device=kernels).T, torch.randn(24, 16, device=kernels).T
-    y, code = low_rank_linear(x, left, right)
-    assert (y.shape, code.shape) == ((5, 3, 24), (5, 3, 16))
+    y, latent = low_rank_linear(x, left, right)
+    assert (y.shape, latent.shape) == ((5, 3, 24), (5, 3, 16))
     torch.testing.assert_close(y, x @ left.T @ right, rtol=1e-4, atol=1e-4)
 
 
@@ -59,10 +59,10 @@ def test_a_tensor_may_start_anywhere(name, kernels):
     x, left, right, bias = operands(SHAPES[0], DTYPES[name], kernels)
     shifted = x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
     with precision(name):
-        y, code = low_rank_linear(shifted, left, right, bias)
+        y, latent = low_rank_linear(shifted, left, right, bias)
         y_aligned, code_aligned = low_rank_linear(x, left, right, bias)
     assert torch.equal(y, y_aligned)
-    assert torch.equal(code, code_aligned)
+    assert torch.equal(latent, code_aligned)
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -70,9 +70,9 @@ def test_rows_of_zeros_make_columns_of_zeros(name, kernels):
     x, left, right, _ = operands(SHAPES[0], DTYPES[name], kernels)
     left[20:], right[20:] = 0.0, 0.0
     with precision(name):
-        y, code = low_rank_linear(x, left, right)
+        y, latent = low_rank_linear(x, left, right)
         y_short, _ = low_rank_linear(x, left[:24], right[:24])
-    assert not code[:, 20:].any()
+    assert not latent[:, 20:].any()
     assert torch.equal(y, y_short)
 
 
@@ -109,8 +109,8 @@ def test_overflows_where_torch_does(value, name, kernels):
     x, left, right = (each.to(DTYPES[name]) for each in (x, left, right))
     with precision(name):
         found = low_rank_linear(x, left, right, None)
-        code = product(name, x, left.T)
-        expected = (product(name, code, right), code)
+        latent = product(name, x, left.T)
+        expected = (product(name, latent, right), latent)
     for one, other in zip(found, expected, strict=True):
         if name == "fp32":
             one, other = (torch.where(each.isfinite(), each, float("nan")) for each in (one, other))

@@ -6,7 +6,7 @@ import torch
 from hf_comera.ops.cuda.low_rank_linear import low_rank_linear_backward
 from tests.kernels.kernel_errors import DTYPES, assert_as_exact, between_nans, precision, product
 
-# tokens, in features, out features, rank, gradient of the code
+# tokens, in features, out features, rank, gradient of the latent
 SHAPES = [
     (130, 128, 192, 32, False),
     (700, 64, 64, 16, True),  # many chunks
@@ -23,21 +23,21 @@ def operands(shape, dtype, device):
     num_tokens, in_features, out_features, rank, has_grad_code = shape
     tensors = {
         "grad_y": torch.randn(num_tokens, out_features),
-        "grad_code": torch.randn(num_tokens, rank) if has_grad_code else None,
+        "grad_latent": torch.randn(num_tokens, rank) if has_grad_code else None,
         "x": torch.randn(num_tokens, in_features),
-        "code": torch.randn(num_tokens, rank),
+        "latent": torch.randn(num_tokens, rank),
         "left": torch.randn(rank, in_features) / in_features**0.5,
         "right": torch.randn(rank, out_features) / rank**0.5,
     }
     return {name: None if each is None else each.to(device, dtype) for name, each in tensors.items()}
 
 
-def gradients(matmul, grad_y, grad_code, x, code, left, right):
+def gradients(matmul, grad_y, grad_latent, x, latent, left, right):
     """dx, dleft, dright, dbias in the dtype of the operands."""
-    dcode = matmul(grad_y, right.T)
-    if grad_code is not None:
-        dcode = dcode + grad_code
-    return matmul(dcode, left), matmul(dcode.T, x), matmul(code.T, grad_y), grad_y.sum(0)
+    dlatent = matmul(grad_y, right.T)
+    if grad_latent is not None:
+        dlatent = dlatent + grad_latent
+    return matmul(dlatent, left), matmul(dlatent.T, x), matmul(latent.T, grad_y), grad_y.sum(0)
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -78,7 +78,7 @@ def test_dx_only_where_it_is_wanted(kernels):
 def test_leading_axes(kernels):
     tensors = operands((30, 64, 40, 32, True), torch.float32, kernels)
     flat = low_rank_linear_backward(**tensors)
-    for name in ("grad_y", "grad_code", "x", "code"):
+    for name in ("grad_y", "grad_latent", "x", "latent"):
         tensors[name] = tensors[name].unflatten(0, (5, 6))
     deep = low_rank_linear_backward(**tensors)
     assert deep[0].shape == (5, 6, 64)

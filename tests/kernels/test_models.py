@@ -15,7 +15,7 @@ from tests.training.graphed_runs import Run, batches_of
 from tests.training.tape_capture import use_tape
 
 LAUNCHES = ("tt_halves", "tt_halves_backward", "ttm_rows", "ttm_table_gradient")
-PRODUCTS = ("low_rank_linear", "wide_code")
+PRODUCTS = ("low_rank_linear", "tiled_mlp")
 """One of them: of layers alone, or of a feed-forward block."""
 # model, what is done to it, largest error relative to the norm
 CASES = [

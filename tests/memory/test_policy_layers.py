@@ -34,7 +34,7 @@ BERT = ARCHITECTURES["bert-mlm"]
 @pytest.fixture
 def fast_dropout(monkeypatch):
     """Tensors of any size are dropped in bits."""
-    monkeypatch.setattr("hf_comera.ops.bit_dropout.WORTH_BITS", 1)
+    monkeypatch.setattr("hf_comera.ops.bit_dropout.MIN_NUMEL", 1)
 
 
 @pytest.mark.parametrize(("dropout", "attention", "autocast"), SETTINGS)
@@ -61,7 +61,7 @@ def test_masks_in_bits_are_the_same_in_backward(row):
 
 def test_draws_of_both_kinds_in_one_layer(monkeypatch):
     """Large tensors in bits that are kept, small ones in torch's way that are drawn again."""
-    monkeypatch.setattr("hf_comera.ops.bit_dropout.WORTH_BITS", 2 * 9 * 48 + 1)
+    monkeypatch.setattr("hf_comera.ops.bit_dropout.MIN_NUMEL", 2 * 9 * 48 + 1)
     model, inputs = model_of(BERT, True, 0.1), BERT.training_inputs()
     plain = run(model, inputs, None)
     for policy in EXACT.values():

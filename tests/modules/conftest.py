@@ -25,4 +25,4 @@ def small_chunks(monkeypatch):
     """Blocks of any size do as large ones do, in more than one chunk."""
     monkeypatch.setattr(tiled_mlp, "CHUNK_ENTRIES", {"cpu": 60, "cuda": 60})
     monkeypatch.setattr(latent_attention, "_CHUNK_SCORES", 40)
-    monkeypatch.setattr(bit_dropout, "WORTH_BITS", 1)
+    monkeypatch.setattr(bit_dropout, "MIN_NUMEL", 1)

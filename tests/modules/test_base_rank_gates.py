@@ -119,7 +119,7 @@ def test_dense_weights_honour_gates_and_give_them_gradients(make, weight):
         expected = expected if layer.transposed else expected.T
     factor = torch.randn_like(expected)
     torch.testing.assert_close(weight(layer) * 1, expected)
-    grads = [torch.autograd.grad((w * factor).sum(), layer.train_parameters()) for w in (weight(layer), expected)]
+    grads = [torch.autograd.grad((w * factor).sum(), layer.tt_parameters()) for w in (weight(layer), expected)]
     torch.testing.assert_close(*grads)
 
 
@@ -135,7 +135,7 @@ def test_custom_functions_on_the_lazy_weight_reach_the_gates():
 
     layer = gated(LAYERS["bias"])
     grads = [
-        torch.autograd.grad(w.sum(), layer.train_parameters()) for w in (Double.apply(layer.weight), 2 * layer.dense())
+        torch.autograd.grad(w.sum(), layer.tt_parameters()) for w in (Double.apply(layer.weight), 2 * layer.dense())
     ]
     torch.testing.assert_close(*grads)
 
@@ -250,6 +250,6 @@ def test_gated_layers_compile_as_one_graph(name):
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x = inputs(layer)
     grads = [
-        torch.autograd.grad(out.square().sum(), train_of(layer).train_parameters()) for out in (compiled(x), layer(x))
+        torch.autograd.grad(out.square().sum(), train_of(layer).tt_parameters()) for out in (compiled(x), layer(x))
     ]
     torch.testing.assert_close(*grads)

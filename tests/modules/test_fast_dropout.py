@@ -9,14 +9,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_comera import ComeraConfig, get_comera_model, merge_and_unload
-from hf_comera.modules.fast_dropout import FastDropout, quicken_dropout, restore_dropout
+from hf_comera.modules.fast_dropout import FastDropout, disable_fast_dropout, enable_fast_dropout
 from hf_comera.ops import bit_dropout
 from tests.architectures import ARCHITECTURES
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(bit_dropout, "WORTH_BITS", 1)
+    monkeypatch.setattr(bit_dropout, "MIN_NUMEL", 1)
 
 
 def dropouts(model):
@@ -38,9 +38,9 @@ def test_only_plain_dropout_is_replaced():
         pass
 
     model = nn.Sequential(nn.Dropout(0.1), Own(0.1), nn.Dropout1d(0.1))
-    quicken_dropout(model)
+    enable_fast_dropout(model)
     assert [type(module) for module in model] == [FastDropout, Own, nn.Dropout1d]
-    restore_dropout(model)
+    disable_fast_dropout(model)
     assert [type(module) for module in model] == [nn.Dropout, Own, nn.Dropout1d]
 
 

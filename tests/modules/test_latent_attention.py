@@ -139,7 +139,7 @@ def test_masks(name, which, rate, monkeypatch):
 @each_module
 def test_a_mask_that_is_learned_gets_its_gradient(name, rate, fast, monkeypatch):
     if fast:
-        monkeypatch.setattr(bit_dropout, "WORTH_BITS", 1)
+        monkeypatch.setattr(bit_dropout, "MIN_NUMEL", 1)
     else:
         monkeypatch.setattr(bit_dropout, "serves", lambda *args: False)
     mask = torch.randn(BATCH, 1, TOKENS, TOKENS, dtype=torch.float64, requires_grad=True)
@@ -153,7 +153,7 @@ def test_a_mask_that_is_learned_gets_its_gradient(name, rate, fast, monkeypatch)
 @pytest.mark.parametrize("which", ["none", "padding", "floats"])
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_the_mean_over_fast_draws_is_attention_without_dropout(name, which, monkeypatch):
-    monkeypatch.setattr(bit_dropout, "WORTH_BITS", 1)
+    monkeypatch.setattr(bit_dropout, "MIN_NUMEL", 1)
     monkeypatch.setattr(latent_operators, "_CHUNK_SCORES", 1000)
     module, mask = attention(name, rate=0.25), masks()[which]
     x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.float64).expand(4000, -1, -1)

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from hf_comera.ops import bit_dropout
-from hf_comera.ops.bit_dropout import WORTH_BITS, draw_kept, drop, kept_factors, kept_share, serves
+from hf_comera.ops.bit_dropout import MIN_NUMEL, draw_kept, drop, kept_factors, kept_share, serves
 
 SHAPES = [(7,), (8,), (3, 5), (2, 3, 16), (4, 0), (0, 9), (1, 1), (100, 33)]
 
@@ -99,9 +99,9 @@ def test_fake_tensors():
 )
 def test_where_it_serves(dropout, expected):
     cpu = torch.device("cpu")
-    assert serves(cpu, WORTH_BITS, dropout) == expected
-    assert not serves(cpu, WORTH_BITS - 1, dropout)
-    assert not serves(torch.device("cuda"), WORTH_BITS, dropout)
+    assert serves(cpu, MIN_NUMEL, dropout) == expected
+    assert not serves(cpu, MIN_NUMEL - 1, dropout)
+    assert not serves(torch.device("cuda"), MIN_NUMEL, dropout)
 
 
 def test_another_default_device():

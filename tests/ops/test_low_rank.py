@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from hf_comera.ops import tt_linear
 from hf_comera.ops.halves import layer_halves
-from hf_comera.ops.low_rank import WORTH_A_RANK, bias_as_rank, from_code, to_code
+from hf_comera.ops.low_rank import WORTH_A_RANK, bias_as_rank, from_latent, to_latent
 from hf_comera.tt.cores import draw_cores
 from tests.dense_references import dense_halves, dense_matrix, random_cores
 
@@ -88,10 +88,10 @@ def test_second_derivatives():
 def test_the_code_has_zeros_as_padding():
     cores, x, _ = problem((2, 3), (4, 2), 3, 6, 8)
     left, _ = layer_halves(cores, 2, 6, 8)
-    code = to_code(x, left)
-    torch.testing.assert_close(code[..., :3], x @ dense_halves(cores, 2, 6, 8)[0])
-    assert code.shape[-1] == 8
-    assert not code[..., 3:].any()
+    latent = to_latent(x, left)
+    torch.testing.assert_close(latent[..., :3], x @ dense_halves(cores, 2, 6, 8)[0])
+    assert latent.shape[-1] == 8
+    assert not latent[..., 3:].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -124,7 +124,7 @@ def test_saved_for_backward_are_x_and_the_code_only():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
         tt_linear(x, cores, 2)
     of_batch_size = sorted(tuple(t.shape) for t in saved.values() if t.shape[0] == 500)
-    assert of_batch_size == [(500, 16), (500, 48)], "x and the code, rank 12 padded to 16"
+    assert of_batch_size == [(500, 16), (500, 48)], "x and the latent, rank 12 padded to 16"
 
 
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
@@ -158,13 +158,13 @@ def test_input_that_the_cores_cannot_cover_is_refused():
 ROWS = WORTH_A_RANK // 64
 
 
-def product_with_padding(code, right, bias, change=bias_as_rank):
-    """``code @ right + bias`` with the rank padded to 8, so that ``change`` finds what is left of it."""
+def product_with_padding(latent, right, bias, change=bias_as_rank):
+    """``latent @ right + bias`` with the rank padded to 8, so that ``change`` finds what is left of it."""
     rank = right.shape[0]
-    padded = functional.pad(code, (0, 8 - rank)), functional.pad(right, (0, 0, 0, 8 - rank))
+    padded = functional.pad(latent, (0, 8 - rank)), functional.pad(right, (0, 0, 0, 8 - rank))
     *parts, bias = change(*padded, bias, rank)
     assert (bias is None) == (change is bias_as_rank)
-    return from_code(*parts, bias)
+    return from_latent(*parts, bias)
 
 
 @pytest.mark.parametrize(
@@ -197,22 +197,22 @@ def test_bias_stays_a_bias(rank, has_bias, rows):
 
 
 def test_bias_as_rank_with_frozen_parts_autocast_and_inference():
-    code, right, bias = torch.randn(ROWS, 6), torch.randn(6, 64), torch.randn(64)
-    expected = torch.addmm(bias, code, right)
+    latent, right, bias = torch.randn(ROWS, 6), torch.randn(6, 64), torch.randn(64)
+    expected = torch.addmm(bias, latent, right)
     with torch.inference_mode():
-        torch.testing.assert_close(product_with_padding(code, right, bias), expected)
+        torch.testing.assert_close(product_with_padding(latent, right, bias), expected)
     with torch.autocast("cpu", torch.bfloat16):
-        y = product_with_padding(code.bfloat16(), right.bfloat16(), bias.requires_grad_())
+        y = product_with_padding(latent.bfloat16(), right.bfloat16(), bias.requires_grad_())
     assert y.dtype == torch.bfloat16
     assert (y - expected).norm() <= 0.02 * expected.norm()
     torch.testing.assert_close(torch.autograd.grad(y.sum(), bias)[0], torch.full((64,), float(ROWS)))
 
 
 def test_an_infinite_bias_spoils_no_gradient_but_its_own():
-    code, right, bias = (torch.randn(shape, requires_grad=True) for shape in ((ROWS, 6), (6, 64), (64,)))
-    y = product_with_padding(code, right, torch.where(torch.arange(64) == 3, -torch.inf, bias))
+    latent, right, bias = (torch.randn(shape, requires_grad=True) for shape in ((ROWS, 6), (6, 64), (64,)))
+    y = product_with_padding(latent, right, torch.where(torch.arange(64) == 3, -torch.inf, bias))
     assert y[:, 3].eq(-torch.inf).all()
-    for grad in torch.autograd.grad(y.masked_fill(y.isinf(), 0).square().sum(), [code, right, bias]):
+    for grad in torch.autograd.grad(y.masked_fill(y.isinf(), 0).square().sum(), [latent, right, bias]):
         assert grad.isfinite().all()
 
 
@@ -233,7 +233,7 @@ def test_bias_as_rank_spares_passes_over_the_output():
         return sorted(event.name for event in seen if [ROWS, 64] in event.input_shapes or event.name == "aten::addmm")
 
     assert passes(bias_as_rank) == ["aten::mm"] * 2
-    assert passes(lambda code, right, bias, rank: (code, right, bias)) == [
+    assert passes(lambda latent, right, bias, rank: (latent, right, bias)) == [
         "aten::addmm",
         *["aten::mm"] * 2,
         "aten::sum",

@@ -35,11 +35,11 @@ def test_equals_two_linear_layers(lead):
 def test_gradcheck_and_opcheck():
     x, left, right, bias = problem()
     arguments = (x, left, right, bias)
-    assert torch.autograd.gradcheck(_low_rank_linear, arguments)  # y and the code
+    assert torch.autograd.gradcheck(_low_rank_linear, arguments)  # y and the latent
     torch.library.opcheck(_low_rank_linear, arguments)
     torch.library.opcheck(_low_rank_linear, (x, left, right, None), test_utils=("test_schema", "test_faketensor"))
-    y, code = _low_rank_linear(*arguments)
-    inputs = [tensor.detach() for tensor in (torch.randn_like(y), torch.randn_like(code), x, code, left, right)]
+    y, latent = _low_rank_linear(*arguments)
+    inputs = [tensor.detach() for tensor in (torch.randn_like(y), torch.randn_like(latent), x, latent, left, right)]
     torch.library.opcheck(
         _low_rank_linear_backward,
         tuple(inputs),

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_comera.ops import dense_linear
 from hf_comera.ops.halves import layer_halves, padded_rank
-from hf_comera.ops.low_rank import from_code, to_code
+from hf_comera.ops.low_rank import from_latent, to_latent
 from hf_comera.tt.cores import core_shapes
 from hf_comera.tt.planner import RULE, Product, half_products, path_products, prefers_dense, total_cost
 
@@ -55,7 +55,7 @@ def test_flops_are_those_that_torch_carries_out(
     products += path_products(dense, (5, in_features, ranks[middle], out_features), dtype, kept=False)
     with FlopCounterMode(display=False) as counter:
         left, right = layer_halves(cores, num_in, in_features, out_features)
-        y = dense_linear(x, left, right) if dense else from_code(to_code(x, left), right)
+        y = dense_linear(x, left, right) if dense else from_latent(to_latent(x, left), right)
         if training:
             y.sum().backward()
     assert total_cost(products, training=training)[0] == counter.get_total_flops()

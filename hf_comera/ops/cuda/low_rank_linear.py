@@ -38,10 +38,10 @@ def low_rank_linear_refusal(x: Tensor, left: Tensor, right: Tensor) -> str | Non
 
 
 def low_rank_linear(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``code = x left^T`` and ``y = code right + bias`` in one launch.
+    """``latent = x left^T`` and ``y = latent right + bias`` in one launch.
 
     Shape:
-        x ``(..., I)``, left ``(R, I)``, right ``(R, O)``, bias ``(O,)``: y ``(..., O)``, code ``(..., R)``, both
+        x ``(..., I)``, left ``(R, I)``, right ``(R, O)``, bias ``(O,)``: y ``(..., O)``, latent ``(..., R)``, both
         in the dtype of ``x``.
 
     Raises:
@@ -52,21 +52,21 @@ def low_rank_linear(x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None 
     bias = None if bias is None else bias.to(x.dtype).contiguous()
     (rank, in_features), out_features = left.shape, right.shape[1]
     y = x.new_empty(*x.shape[:-1], out_features)
-    code = x.new_empty(*x.shape[:-1], rank)
-    tensors = pointers(x, left, right, bias, y, code)
+    latent = x.new_empty(*x.shape[:-1], rank)
+    tensors = pointers(x, left, right, bias, y, latent)
     sizes = (x.shape[:-1].numel(), in_features, out_features, rank)
     library = kernel_library(x.device)
     with on_device(x.device):
         status = library.hf_comera_low_rank_linear(kernel_precision(x), *tensors, *sizes, current_stream(x.device))
     check_status(library, status, "low_rank_linear")
-    return y, code
+    return y, latent
 
 
 def low_rank_linear_backward(
     grad_y: Tensor,
-    grad_code: Tensor | None,
+    grad_latent: Tensor | None,
     x: Tensor,
-    code: Tensor,
+    latent: Tensor,
     left: Tensor,
     right: Tensor,
     *,
@@ -75,25 +75,25 @@ def low_rank_linear_backward(
     """Gradients of ``low_rank_linear``; the same bits each time.
 
     Shape:
-        grad_y ``(..., O)``, grad_code and code ``(..., R)``: dx as ``x`` and in its dtype (None unless ``needs_dx``),
+        grad_y ``(..., O)``, grad_latent and latent ``(..., R)``: dx as ``x``, in its dtype (None unless ``needs_dx``),
         dleft ``(R, I)``, dright ``(R, O)`` and dbias ``(O,)`` in float32.
 
     Raises:
         NoKernelError: If the kernels cannot take the tensors.
     """
     _check(x, left, right)
-    grad_y, x, code = grad_y.to(x.dtype).contiguous(), x.contiguous(), code.contiguous()
-    grad_code = None if grad_code is None else grad_code.to(x.dtype).contiguous()
+    grad_y, x, latent = grad_y.to(x.dtype).contiguous(), x.contiguous(), latent.contiguous()
+    grad_latent = None if grad_latent is None else grad_latent.to(x.dtype).contiguous()
     left, right = left.contiguous(), right.contiguous()
     (rank, in_features), out_features = left.shape, right.shape[1]
     sizes = (x.shape[:-1].numel(), in_features, out_features)
     library, precision = kernel_library(x.device), kernel_precision(x)
     dx = torch.empty_like(x) if needs_dx else None
     grads = [x.new_empty(shape, dtype=torch.float32) for shape in (left.shape, right.shape, (out_features,))]
-    dcode = torch.empty_like(code)
+    dlatent = torch.empty_like(latent)
     num_chunks = library.hf_comera_low_rank_linear_chunks(precision, *sizes)
     partials = x.new_empty(num_chunks, sum(grad.numel() for grad in grads), dtype=torch.float32)
-    tensors = pointers(grad_y, grad_code, x, code, left, right, dx, *grads, dcode, partials)
+    tensors = pointers(grad_y, grad_latent, x, latent, left, right, dx, *grads, dlatent, partials)
     with on_device(x.device):
         status = library.hf_comera_low_rank_linear_backward(
             precision, *tensors, *sizes, rank, current_stream(x.device)

@@ -15,7 +15,7 @@ from hf_comera.ops.cuda.dispatch import check_taken, place_refusal
 from hf_comera.ops.cuda.library import check_status, current_stream, kernel_library, on_device, pointers
 from hf_comera.ops.cuda.low_rank_linear import kernel_precision
 
-__all__ = ["MAX_RANK", "wide_code", "wide_code_backward", "wide_code_refusal", "wide_operand_refusal"]
+__all__ = ["MAX_RANK", "tiled_mlp", "tiled_mlp_backward", "tiled_mlp_refusal", "wide_operand_refusal"]
 
 ACTIVATIONS = {"silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}  # the numbers of kernels/activations.h
 MAX_RANK = 64
@@ -37,8 +37,8 @@ def wide_operand_refusal(half: Tensor) -> str | None:
     return place_refusal(half)
 
 
-def wide_code_refusal(
-    codes: Sequence[Tensor],
+def tiled_mlp_refusal(
+    latents: Sequence[Tensor],
     rights: Sequence[Tensor],
     masks: Sequence[Tensor],
     left: Tensor,
@@ -49,20 +49,20 @@ def wide_code_refusal(
     """Why the kernels cannot take these tensors, or None where they can.
 
     Shape:
-        As :func:`wide_code`.
+        As :func:`tiled_mlp`.
     """
     if activation not in ACTIVATIONS:
         return f"the kernels take {', '.join(ACTIVATIONS)}, not {activation}"
-    if len(codes) > 2:
-        return f"there is no kernel for {len(codes)} inputs"
+    if len(latents) > 2:
+        return f"there is no kernel for {len(latents)} inputs"
     if [mask.dtype for mask in masks] != ([] if scale is None else [torch.bool]):
         return f"scale={scale} needs one boolean mask where there is a scale, and none else"
-    tensors = [left, *codes, *rights]
+    tensors = [left, *latents, *rights]
     if len({tensor.dtype for tensor in tensors}) > 1:
         return f"the dtypes differ: {', '.join(str(tensor.dtype) for tensor in tensors)}"
-    wide_shape = (codes[0].shape[0], left.shape[1])
-    for code, right in zip(codes, rights, strict=True):
-        if code.shape != (wide_shape[0], right.shape[0]) or right.shape[1] != wide_shape[1]:
+    wide_shape = (latents[0].shape[0], left.shape[1])
+    for latent, right in zip(latents, rights, strict=True):
+        if latent.shape != (wide_shape[0], right.shape[0]) or right.shape[1] != wide_shape[1]:
             return f"shapes do not fit: {', '.join(str(tuple(tensor.shape)) for tensor in tensors)}"
     if any(mask.shape != wide_shape for mask in masks):
         return f"the mask has shape {tuple(masks[0].shape)}, the hidden layer {wide_shape}"
@@ -70,8 +70,8 @@ def wide_code_refusal(
     return next(filter(None, refusals), None)
 
 
-def wide_code(
-    codes: Sequence[Tensor],
+def tiled_mlp(
+    latents: Sequence[Tensor],
     rights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     masks: Sequence[Tensor],
@@ -83,7 +83,7 @@ def wide_code(
     """``(act(code_1 @ right_1 + bias_1) [* (code_2 @ right_2 + bias_2)] [* mask * scale]) @ left.T`` in one launch.
 
     Args:
-        codes: Of the input that is activated, and of the gate, if there is one.
+        latents: Of the input that is activated, and of the gate, if there is one.
         rights: Their right halves.
         biases: Theirs.
         masks: What dropout keeps, if there is dropout.
@@ -92,21 +92,21 @@ def wide_code(
         scale: Of what dropout keeps; None without dropout.
 
     Shape:
-        codes ``(T, R)``, rights ``(R, H)``, biases ``(H,)`` or None, mask ``(T, H)``, left ``(S, H)`` -> ``(T, S)``,
+        latents ``(T, R)``, rights ``(R, H)``, biases ``(H,)`` or None, mask ``(T, H)``, left ``(S, H)`` -> ``(T, S)``,
         in the dtype of ``left``.
 
     Raises:
-        NoKernelError: If the kernels cannot take the tensors; ``wide_code_refusal`` says so beforehand.
+        NoKernelError: If the kernels cannot take the tensors; ``tiled_mlp_refusal`` says so beforehand.
     """
-    call = _Call(codes, rights, biases, masks, left, activation=activation, scale=scale)
-    code_TS = left.new_empty(call.num_tokens, left.shape[0])
-    call.run("hf_comera_wide_code", activation, code_TS)
-    return code_TS
+    call = _Call(latents, rights, biases, masks, left, activation=activation, scale=scale)
+    latent_TS = left.new_empty(call.num_tokens, left.shape[0])
+    call.run("hf_comera_tiled_mlp", activation, latent_TS)
+    return latent_TS
 
 
-def wide_code_backward(
+def tiled_mlp_backward(
     grad_TS: Tensor,
-    codes: Sequence[Tensor],
+    latents: Sequence[Tensor],
     rights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     masks: Sequence[Tensor],
@@ -115,25 +115,25 @@ def wide_code_backward(
     activation: str,
     scale: float | None,
 ) -> list[Tensor]:
-    """Gradients of all that is as wide as the hidden layer, then of the codes; the same bits each time.
+    """Gradients of all that is as wide as the hidden layer, then of the latents; the same bits each time.
 
     Shape:
         grad_TS ``(T, S)`` -> rows ``(sum of R + S + inputs, H)`` in float32: those of the rights, of ``left``, of the
-        biases, also where there is none; then ``(T, R)`` for each code, in its dtype.
+        biases, also where there is none; then ``(T, R)`` for each latent, in its dtype.
 
     Raises:
         NoKernelError: If the kernels cannot take the tensors.
     """
-    call = _Call(codes, rights, biases, masks, left, activation=activation, scale=scale)
-    dcodes = [code.new_empty(*code.shape) for code in codes]
+    call = _Call(latents, rights, biases, masks, left, activation=activation, scale=scale)
+    dlatents = [latent.new_empty(*latent.shape) for latent in latents]
     num_rows = sum(right.shape[0] for right in rights) + left.shape[0] + len(rights)
     wide = left.new_empty(num_rows, call.hidden, dtype=torch.float32)
-    num_chunks = call.library.hf_comera_wide_code_chunks(call.num_tokens, call.hidden)
+    num_chunks = call.library.hf_comera_tiled_mlp_chunks(call.num_tokens, call.hidden)
     partials = wide.new_empty(num_chunks, wide.numel())
     grad_TS = _for_vectors(grad_TS.to(left.dtype))
-    gate = dcodes[1] if len(dcodes) > 1 else None
-    call.run("hf_comera_wide_code_backward", activation, grad_TS, dcodes[0], gate, wide, partials)
-    return [wide[:, : left.shape[1]], *dcodes]
+    gate = dlatents[1] if len(dlatents) > 1 else None
+    call.run("hf_comera_tiled_mlp_backward", activation, grad_TS, dlatents[0], gate, wide, partials)
+    return [wide[:, : left.shape[1]], *dlatents]
 
 
 class _Call:
@@ -141,7 +141,7 @@ class _Call:
 
     def __init__(
         self,
-        codes: Sequence[Tensor],
+        latents: Sequence[Tensor],
         rights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         masks: Sequence[Tensor],
@@ -150,15 +150,15 @@ class _Call:
         activation: str,
         scale: float | None,
     ) -> None:
-        refusal = wide_code_refusal(codes, rights, masks, left, activation=activation, scale=scale)
-        check_taken("wide_code", refusal)
-        self.num_tokens, self.hidden = codes[0].shape[0], -(-left.shape[1] // VECTOR) * VECTOR
+        refusal = tiled_mlp_refusal(latents, rights, masks, left, activation=activation, scale=scale)
+        check_taken("tiled_mlp", refusal)
+        self.num_tokens, self.hidden = latents[0].shape[0], -(-left.shape[1] // VECTOR) * VECTOR
         self.library, self.device, self.precision = kernel_library(left.device), left.device, kernel_precision(left)
         self.scale = scale or 1.0
         self.tensors: list[Tensor | None] = []
-        for code, right, bias in zip(codes, rights, biases, strict=True):
+        for latent, right, bias in zip(latents, rights, biases, strict=True):
             padded_bias = None if bias is None else self._padded(bias.to(left.dtype))
-            self.tensors += [_for_vectors(code), self._padded(right), padded_bias]
+            self.tensors += [_for_vectors(latent), self._padded(right), padded_bias]
         self.tensors += [None] * (6 - len(self.tensors))
         self.tensors += [self._padded(left), self._padded(masks[0]) if masks else None]
         self.ranks = [*(right.shape[0] for right in rights), *[0] * (2 - len(rights)), left.shape[0]]

@@ -223,10 +223,10 @@ class RankAdapter:
 
     def logs(self) -> dict[str, float]:
         """Figures for the progress bar and trackers; reads from the device."""
-        trains = (module for module in self.model.modules() if isinstance(module, TensorTrainModule))
+        layers = (module for module in self.model.modules() if isinstance(module, TensorTrainModule))
         figures = {
             "rank_stage": {"early": 0.0, "late": 1.0, "final": 2.0}[self.stage],
-            "live_ranks": float(sum(sum(module.ranks) for module in trains)),
+            "live_ranks": float(sum(sum(module.ranks) for module in layers)),
             "parameters": float(ungated_parameters(self.model)),
             "smoothed_loss": float(self.smoothed_loss),
         }

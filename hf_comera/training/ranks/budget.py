@@ -16,13 +16,13 @@ from hf_comera.training.ranks.importance import BondTable
 from hf_comera.training.ranks.settings import RankAdaptation
 
 __all__ = [
-    "TrainRanks",
+    "LayerRanks",
     "check_budget",
     "choose_ranks",
     "core_budget",
     "core_parameters",
+    "layer_ranks",
     "smallest_size",
-    "train_ranks",
     "trim",
     "ungated_parameters",
     "warn_of_small_model",
@@ -33,7 +33,7 @@ _WHOLE = -1
 
 
 @dataclass
-class TrainRanks:
+class LayerRanks:
     """One train: its factors, the importance of every rank of every bond, and the ranks that must stay."""
 
     factors: Sequence[int]
@@ -57,14 +57,14 @@ class TrainRanks:
 class _Trimmed:
     """One train while ranks go: how many are left on each bond, and what the next one costs and is worth."""
 
-    def __init__(self, train: TrainRanks) -> None:
-        self.train = train
-        self.orders = [np.argsort(-values, kind="stable") for values in train.importance]  # most important first
-        self.ranks = [len(values) for values in train.importance]
+    def __init__(self, layer: LayerRanks) -> None:
+        self.layer = layer
+        self.orders = [np.argsort(-values, kind="stable") for values in layer.importance]  # most important first
+        self.ranks = [len(values) for values in layer.importance]
 
     @property
     def size(self) -> int:
-        return self.train.size(self.ranks)
+        return self.layer.size(self.ranks)
 
     def saving(self, bond: int) -> int:
         """Parameters that go with the least important rank of ``bond``; the whole train with its last one."""
@@ -75,15 +75,15 @@ class _Trimmed:
     def cost(self, bond: int) -> int:
         """Parameters of one rank of ``bond``; of a train with one rank everywhere for ``_WHOLE``."""
         if bond == _WHOLE:
-            return self.train.size([1] * len(self.ranks))
+            return self.layer.size([1] * len(self.ranks))
         bonds = (1, *self.ranks, 1)
-        return self.train.factors[bond] * bonds[bond] + self.train.factors[bond + 1] * bonds[bond + 2]
+        return self.layer.factors[bond] * bonds[bond] + self.layer.factors[bond + 1] * bonds[bond + 2]
 
     def loss_per_parameter(self, bond: int) -> float:
         """Importance of the least important rank of ``bond``, over what it saves; infinite where none may go."""
-        if self.ranks[bond] <= self.train.floor:
+        if self.ranks[bond] <= self.layer.floor:
             return float("inf")
-        least = self.train.importance[bond][self.orders[bond][self.ranks[bond] - 1]]
+        least = self.layer.importance[bond][self.orders[bond][self.ranks[bond] - 1]]
         return float(least) / self.saving(bond)
 
     def remove(self, bond: int) -> list[int]:
@@ -95,7 +95,7 @@ class _Trimmed:
             self.ranks[bond] -= 1
             return [bond]
         others = [(place, rank) for place, count in enumerate(self.ranks) for rank in range(1, count)]
-        others.sort(key=lambda other: self.train.importance[other[0]][self.orders[other[0]][other[1]]])
+        others.sort(key=lambda other: self.layer.importance[other[0]][self.orders[other[0]][other[1]]])
         self.ranks = [0] * len(self.ranks)
         return [*(place for place, _ in others), _WHOLE]
 
@@ -115,14 +115,14 @@ class _Trimmed:
         return [np.sort(order[:rank]) for order, rank in zip(self.orders, self.ranks, strict=True)]
 
 
-def trim(trains: Sequence[TrainRanks], budget: int) -> list[list[np.ndarray]]:
+def trim(layers: Sequence[LayerRanks], budget: int) -> list[list[np.ndarray]]:
     """Remove ranks one at a time, the one of the least importance per parameter first, until ``budget`` is met.
 
     What the last removal saved too much is given back: at the end no removed rank fits any more, nor a removed train
     with one rank everywhere, so the size is within one of these of the budget.
 
     Args:
-        trains: The trains with the importance of their ranks.
+        layers: The trains with the importance of their ranks.
         budget: Largest number of entries of all cores together.
 
     Returns:
@@ -131,12 +131,12 @@ def trim(trains: Sequence[TrainRanks], budget: int) -> list[list[np.ndarray]]:
     Raises:
         ValueError: If the budget is below :func:`smallest_size`.
     """
-    smallest = smallest_size(trains)
+    smallest = smallest_size(layers)
     if budget < smallest:
         raise ValueError(
             f"A budget of {budget:,} core parameters cannot be met: the smallest possible is {smallest:,}."
         )
-    states = [_Trimmed(train) for train in trains]
+    states = [_Trimmed(layer) for layer in layers]
     size = sum(state.size for state in states)
     scores = [[state.loss_per_parameter(bond) for bond in range(len(state.ranks))] for state in states]
     best = np.array([min(row, default=np.inf) for row in scores])
@@ -172,18 +172,18 @@ def choose_ranks(
     """
     if budget is None:
         live = [(part >= 0).nonzero().flatten().cpu() for part in table.split(importance)]
-        return [index for train in _by_layer(table, live) for index in _all_or_none(train)]
-    trains = train_ranks(table, importance, min_rank)
-    live_size = sum(train.live_size() for train in trains)
-    kept = trim(trains, max(min(budget, live_size), wanted))
-    return [torch.from_numpy(index) for train in kept for index in train]
+        return [index for layer in _by_layer(table, live) for index in _all_or_none(layer)]
+    layers = layer_ranks(table, importance, min_rank)
+    live_size = sum(layer.live_size() for layer in layers)
+    kept = trim(layers, max(min(budget, live_size), wanted))
+    return [torch.from_numpy(index) for layer in kept for index in layer]
 
 
-def train_ranks(table: BondTable, importance: Tensor, min_rank: int) -> list[TrainRanks]:
+def layer_ranks(table: BondTable, importance: Tensor, min_rank: int) -> list[LayerRanks]:
     """The layers of ``table`` as :func:`trim` wants them."""
     parts = _by_layer(table, [part.double().cpu().numpy() for part in table.split(importance)])
     return [
-        TrainRanks(
+        LayerRanks(
             factors=[core.shape[1:-1].numel() for core in module.cores()],
             importance=values,
             floor=max(min_rank, 1) if isinstance(module, TTMEmbedding) else min_rank,
@@ -203,17 +203,17 @@ def _all_or_none(live: list[Tensor]) -> list[Tensor]:
     return live if all(len(index) for index in live) else [index[:0] for index in live]
 
 
-def smallest_size(trains: Sequence[TrainRanks]) -> int:
+def smallest_size(layers: Sequence[LayerRanks]) -> int:
     """Core parameters with every bond at its floor."""
     return sum(
-        train.size([min(train.floor, len(values)) for values in train.importance]) if train.floor else _fixed(train)
-        for train in trains
+        layer.size([min(layer.floor, len(values)) for values in layer.importance]) if layer.floor else _fixed(layer)
+        for layer in layers
     )
 
 
-def _fixed(train: TrainRanks) -> int:
+def _fixed(layer: LayerRanks) -> int:
     """A train without bonds has nothing to trim."""
-    return 0 if train.importance else train.size([])
+    return 0 if layer.importance else layer.size([])
 
 
 def _give_back(states: list[_Trimmed], removed: list[tuple[int, int]], slack: int) -> None:
@@ -272,7 +272,7 @@ def check_budget(settings: RankAdaptation, model: nn.Module, table: BondTable, b
     """
     if budget is None:
         return
-    smallest = smallest_size(train_ranks(table, torch.zeros(table.num_gates), settings.min_rank))
+    smallest = smallest_size(layer_ranks(table, torch.zeros(table.num_gates), settings.min_rank))
     if budget >= smallest:
         return
     others = ungated_parameters(model) - core_parameters(table)

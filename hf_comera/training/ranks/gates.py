@@ -31,19 +31,19 @@ def add_rank_gates(model: nn.Module) -> None:
     Raises:
         ValueError: If the model has no layer in tensor-train form with ranks to train.
     """
-    trains = [module for module in model.modules() if isinstance(module, TensorTrainModule)]
+    layers = [module for module in model.modules() if isinstance(module, TensorTrainModule)]
     adaptable = [
         module
-        for module in trains
+        for module in layers
         if module.num_cores > 1 and not module.is_removed and all(core.requires_grad for core in module.cores())
     ]
     if not adaptable:
-        if trains and all(module.is_removed for module in trains):
+        if layers and all(module.is_removed for module in layers):
             raise ValueError(
-                f"All {len(trains)} tensor-train layers of {type(model).__name__} have been removed: no rank is left "
+                f"All {len(layers)} tensor-train layers of {type(model).__name__} have been removed: no rank is left "
                 "to train. Train on without rank adaptation."
             )
-        found = "no layer in tensor-train form" if not trains else "no such layer with ranks and trainable cores"
+        found = "no layer in tensor-train form" if not layers else "no such layer with ranks and trainable cores"
         raise ValueError(
             f"Rank adaptation needs a compressed model, but {type(model).__name__} has {found}. Make it with "
             "get_comera_model(model, ComeraConfig(rank=30)), and unfreeze the cores."

@@ -215,7 +215,7 @@ def check_moments(layers: Mapping[str, TensorTrainModule], optimizer: torch.opti
         ValueError: If there is such state.
     """
     for name, layer in layers.items():
-        for parameter in layer.train_parameters():
+        for parameter in layer.tt_parameters():
             for key, value in plain_state(optimizer, parameter).items():
                 moves = key in _KNOWN and value is not None
                 if isinstance(value, Tensor) and value.numel() > 1 and (not moves or value.shape != parameter.shape):

@@ -65,7 +65,7 @@ def test_reads_the_log_of_nvcc():
     assert module.read_resources(LOG) == [
         KernelResources("linear<bf16, 32, aligned>", "sm_90a", 128, 20, 40960),
         KernelResources("sum", "sm_80", 32, 0, 0),
-        KernelResources("wide_code<bf16, 64, gated>", "sm_80", 219, 0, 36864),
+        KernelResources("tiled_mlp<bf16, 64, gated>", "sm_80", 219, 0, 36864),
         KernelResources("table<1>", "sm_80", 56, 0, 32768),
         KernelResources("halves<bf16, fp32>", "sm_80", 89, 0, 0),
     ]
@@ -210,7 +210,7 @@ def test_kernels_of_aligned_sizes_do_not_spill(architecture, monkeypatch, tmp_pa
     names = {row.kernel.partition("<")[0] for row in rows}
     linear = {"linear", "code_gradient", "product", "sum"}
     chains = {"halves", "last_link", "other_links"}
-    wide = {"wide_code", "wide_code_gradient", "wide_feature_gradient", "wide_sum"}
+    wide = {"tiled_mlp", "wide_code_gradient", "wide_feature_gradient", "wide_sum"}
     lookup = {"rows", "run_sums", "long_runs", "table", "table_sum"}
     assert names == linear | chains | wide | lookup | {"coat_adamw", "trial"}
     spilling = [row for row in rows if row.spilled_bytes and "any sizes" not in row.kernel]

@@ -17,7 +17,7 @@ POLICIES = {name: replace(policy, min_bytes=0) for name, policy in NAMED_POLICIE
 def _draws(monkeypatch):
     """As on a GPU, and what is ours in bits whatever the size."""
     draw_as_a_gpu(monkeypatch)
-    monkeypatch.setattr("hf_comera.ops.bit_dropout.WORTH_BITS", 1)
+    monkeypatch.setattr("hf_comera.ops.bit_dropout.MIN_NUMEL", 1)
 
 
 def run(name, policy, **settings):

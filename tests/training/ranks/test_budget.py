@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_comera.modules import TTLinear, TTMEmbedding
-from hf_comera.training.ranks.budget import TrainRanks, choose_ranks, smallest_size, train_ranks, trim
+from hf_comera.training.ranks.budget import LayerRanks, choose_ranks, layer_ranks, smallest_size, trim
 from hf_comera.training.ranks.importance import BondTable
 
 
@@ -20,7 +20,7 @@ def random_trains(seed):
         bonds = generator.integers(0, 6)
         importance = [np.round(generator.exponential(size=generator.integers(1, 9)), 1) for _ in range(bonds)]
         factors = generator.integers(1, 10, size=bonds + 1).tolist()
-        trains.append(TrainRanks(factors, importance, floor=int(generator.integers(0, 4))))
+        trains.append(LayerRanks(factors, importance, floor=int(generator.integers(0, 4))))
     return trains
 
 
@@ -100,7 +100,7 @@ def test_trimming_keeps_the_most_importance_where_all_ranks_cost_the_same():
     """Trains of two cores with equal factors: every subset of ranks of each size, by brute force."""
     generator = np.random.default_rng(0)
     importance = [generator.exponential(size=rank) for rank in (3, 4, 2)]
-    trains = [TrainRanks((3, 4), [values]) for values in importance]
+    trains = [LayerRanks((3, 4), [values]) for values in importance]
     values = np.concatenate(importance)
     for budget in range(0, 7 * len(values) + 1):
         kept = trim(trains, budget)
@@ -109,13 +109,13 @@ def test_trimming_keeps_the_most_importance_where_all_ranks_cost_the_same():
 
 
 def test_ranks_that_save_more_go_first_at_equal_importance():
-    trains = [TrainRanks((2, 2), [np.ones(4)]), TrainRanks((20, 20), [np.ones(4)])]
+    trains = [LayerRanks((2, 2), [np.ones(4)]), LayerRanks((20, 20), [np.ones(4)])]
     assert [len(i[0]) for i in trim(trains, full_size(trains) - 40)] == [4, 3]
 
 
 def test_what_the_last_removal_saved_too_much_is_given_back():
     """The large rank goes last and frees room for the small ones that went before it."""
-    trains = [TrainRanks((1, 1), [np.array([9.0, 0.1, 0.1])]), TrainRanks((50, 50), [np.array([9.0, 8.0])])]
+    trains = [LayerRanks((1, 1), [np.array([9.0, 0.1, 0.1])]), LayerRanks((50, 50), [np.array([9.0, 8.0])])]
     assert [len(i[0]) for i in trim(trains, 106)] == [3, 1]
 
 
@@ -124,12 +124,12 @@ def test_what_the_last_removal_saved_too_much_is_given_back():
 )
 def test_a_train_that_frees_too_much_comes_back_smaller(budget, ranks):
     """The last rank of the first bond is worth least, and the whole train goes with it; what fits in is given back."""
-    train = TrainRanks((1, 60, 1), [np.array([0.2]), np.array([9.0, 8.0, 7.0])])
+    train = LayerRanks((1, 60, 1), [np.array([0.2]), np.array([9.0, 8.0, 7.0])])
     assert [len(index) for index in trim([train], budget)[0]] == ranks
 
 
 def test_ties_are_broken_by_place():
-    trains = [TrainRanks((3, 4), [np.ones(4)]), TrainRanks((3, 4), [np.ones(4)])]
+    trains = [LayerRanks((3, 4), [np.ones(4)]), LayerRanks((3, 4), [np.ones(4)])]
     runs = [[row[0].tolist() for row in trim(trains, 5 * 7)] for _ in range(2)]
     assert runs[0] == runs[1] == [[0], [0, 1, 2, 3]]
 
@@ -166,7 +166,7 @@ def kill(table, importance, *places):
 
 
 def sizes(table, chosen):
-    trains = train_ranks(table, torch.zeros(table.num_gates), 0)
+    trains = layer_ranks(table, torch.zeros(table.num_gates), 0)
     items = iter(chosen)
     return size_of(trains, [[next(items) for _ in train.importance] for train in trains])
 
@@ -207,10 +207,10 @@ def test_a_floor_saves_a_layer_with_a_dead_bond():
 
 def test_embeddings_keep_a_rank_on_the_way_to_a_budget():
     table, importance = gated_table()
-    floors = [train.floor for train in train_ranks(table, importance, 0)]
+    floors = [train.floor for train in layer_ranks(table, importance, 0)]
     assert floors == [0, 1, 0]
-    assert [train.floor for train in train_ranks(table, importance, 3)] == [3, 3, 3]
-    smallest = smallest_size(train_ranks(table, importance, 0))
+    assert [train.floor for train in layer_ranks(table, importance, 3)] == [3, 3, 3]
+    smallest = smallest_size(layer_ranks(table, importance, 0))
     chosen = choose_ranks(table, importance, 0, budget=smallest)
     assert [len(index) for index in chosen] == [0] * 5 + [1] * 3 + [0] * 5
 

@@ -115,10 +115,10 @@ def test_averages_of_parameters_move_as_the_parameters_do(make):
     layer, _ = trained(make, "sgd")
     optimizer = torch.optim.ASGD(layer.parameters(), t0=0)
     step(layer, optimizer)
-    for parameter in layer.train_parameters():
+    for parameter in layer.tt_parameters():
         optimizer.state[parameter]["ax"].copy_(parameter)
     to_canonical_basis({"layer": layer}, optimizer)
-    for parameter in layer.train_parameters():
+    for parameter in layer.tt_parameters():
         torch.testing.assert_close(optimizer.state[parameter]["ax"], parameter.detach())
 
 

@@ -88,7 +88,7 @@ def test_moments_turn_with_the_basis():
         theirs.state[copied] = copy.deepcopy(plain_state(optimizer, parameter))
     for layer, each in ((model[0], optimizer), (reference[0], theirs)):
         to_canonical_basis({"0": layer}, each)
-    for parameter, copied in zip(model[0].train_parameters(), reference[0].train_parameters(), strict=True):
+    for parameter, copied in zip(model[0].tt_parameters(), reference[0].tt_parameters(), strict=True):
         plain, expected = plain_state(optimizer, parameter), theirs.state[copied]
         for key in MOMENTS:
             assert (plain[key] - expected[key]).norm() <= 0.05 * expected[key].norm()

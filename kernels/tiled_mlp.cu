@@ -1,7 +1,7 @@
-// Forward of ops/wide_code.py: from codes to the code behind a hidden layer, which is never written, in one launch.
+// Forward of ops/tiled_mlp.py: from latents to the latent behind a hidden layer, which is never written, in one launch.
 // A warp makes 16 tokens of a slab of hidden features in registers, where they already lie as the operand of the
-// product with `left`, and keeps its share of the code behind for all its slabs.
-#include "wide_code.h"
+// product with `left`, and keeps its share of the latent behind for all its slabs.
+#include "tiled_mlp.h"
 
 namespace {
 
@@ -40,13 +40,13 @@ struct LaunchForward {
 
 }  // namespace
 
-// code_1 (T, R1), right_1 (R1, H), bias_1 (H) or null, those of the gate or nulls, left (S, H), keeps (T, H) or null
+// latent_1 (T, R1), right_1 (R1, H), bias_1 (H) or null, those of the gate or nulls, left (S, H), keeps (T, H) or null
 // -> code_out (T, S).
-extern "C" int hf_comera_wide_code(int precision, const void* code_1, const void* right_1, const void* bias_1,
-                                   const void* code_2, const void* right_2, const void* bias_2, const void* left,
+extern "C" int hf_comera_tiled_mlp(int precision, const void* latent_1, const void* right_1, const void* bias_1,
+                                   const void* latent_2, const void* right_2, const void* bias_2, const void* left,
                                    const void* keeps, void* code_out, int64_t num_tokens, int hidden_features,
                                    int rank_1, int rank_2, int rank_out, int activation, double scale, void* stream) {
-  const WideLayer layer{{{code_1, right_1, bias_1, rank_1}, {code_2, right_2, bias_2, rank_2}},
+  const WideLayer layer{{{latent_1, right_1, bias_1, rank_1}, {latent_2, right_2, bias_2, rank_2}},
                         left, static_cast<const uint8_t*>(keeps), static_cast<float>(scale),
                         activation, rank_out, hidden_features, num_tokens};
   if (const int status = check_wide_layer(precision, layer)) return status;

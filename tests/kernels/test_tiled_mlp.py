@@ -1,4 +1,4 @@
-"""kernels/wide_code*.cu: as exact as the same steps in plain torch, whose hidden layer is written out."""
+"""kernels/tiled_mlp*.cu: as exact as the same steps in plain torch, whose hidden layer is written out."""
 
 import itertools
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu, relu, silu
 
-from hf_comera.ops.cuda.tiled_mlp import ACTIVATIONS, wide_code, wide_code_backward
+from hf_comera.ops.cuda.tiled_mlp import ACTIVATIONS, tiled_mlp, tiled_mlp_backward
 from hf_comera.ops.tiled_mlp import HiddenInput
 from tests.kernels.kernel_errors import DTYPES, assert_as_exact, between_nans, precision, product
 
@@ -56,7 +56,7 @@ def changed(change, inputs, left):
 
 
 def steps(matmul, inputs, form, masks, left, grad):
-    """The code behind, and the gradients of left, then of code, right and bias of each input, product by product."""
+    """The latent of the output; the gradients of left, then of latent, right and bias of each input, one by one."""
     wides = [matmul(part.latent, part.right) + (0 if part.bias is None else part.bias) for part in inputs]
     leaves = [wide.detach().requires_grad_() for wide in wides]
     hidden = TORCH_ACTIVATIONS[form.activation](leaves[0])
@@ -75,13 +75,13 @@ def steps(matmul, inputs, form, masks, left, grad):
 def kernel(inputs, form, masks, left, grad):
     """As :func:`steps`; of what the kernel makes for a bias that is none, nothing."""
     columns = [list(column) for column in zip(*inputs, strict=True)]
-    wide, *dcodes = wide_code_backward(grad, *columns, masks, left, **form._asdict())
+    wide, *dlatents = tiled_mlp_backward(grad, *columns, masks, left, **form._asdict())
     ranks, count = [part.right.shape[0] for part in inputs], len(inputs)
     rows = wide.split([*ranks, left.shape[0], *[1] * count])
     found = [rows[count]]
     for place, part in enumerate(inputs):
-        found += [dcodes[place], rows[place], *([] if part.bias is None else [rows[count + 1 + place][0]])]
-    return [wide_code(*columns, masks, left, **form._asdict()), *found]
+        found += [dlatents[place], rows[place], *([] if part.bias is None else [rows[count + 1 + place][0]])]
+    return [tiled_mlp(*columns, masks, left, **form._asdict()), *found]
 
 
 def one_draw(name, shape, device):
@@ -104,9 +104,9 @@ def test_as_exact_as_torch(shape, name, kernels):
     found, plain, exact = (
         [torch.stack(parts) for parts in zip(*kind, strict=True)] for kind in zip(*draws, strict=True)
     )
-    codes = [0, *range(2, len(found), 2 + shape[-1])]
+    latents = [0, *range(2, len(found), 2 + shape[-1])]
     for place, (mine, torchs, wanted) in enumerate(zip(found, plain, exact, strict=True)):
-        assert mine.dtype == (DTYPES[name] if place in codes else torch.float32)
+        assert mine.dtype == (DTYPES[name] if place in latents else torch.float32)
         assert_as_exact(name, mine, torchs, wanted)
 
 
@@ -120,8 +120,8 @@ def test_every_form(form, kernels):
 
 def test_no_tokens_give_zeros(kernels):
     inputs, form, masks, left = operands(EMPTY, torch.float32, kernels)
-    code, dleft, *grads = kernel(inputs, form, masks, left, torch.empty(0, 32, device=kernels))
-    assert code.shape == (0, 32)
+    latent, dleft, *grads = kernel(inputs, form, masks, left, torch.empty(0, 32, device=kernels))
+    assert latent.shape == (0, 32)
     assert [tuple(grad.shape) for grad in grads] == [(0, 32), (32, 48), (48,), (0, 16), (16, 48), (48,)]
     assert not any(grad.any() for grad in (dleft, *grads))
 

@@ -1,9 +1,9 @@
-// Launch 2 of wide_code_backward.cu: gradients of 16 hidden features, kept by a warp while it runs through tokens.
+// Launch 2 of tiled_mlp_backward.cu: gradients of 16 hidden features, kept by a warp while it runs through tokens.
 //
 // The features are the rows of all its products: those that make the hidden layer anew sum over ranks, and their
 // results lie in the registers as the left operand of those that sum over tokens.
 #pragma once
-#include "wide_code.h"
+#include "tiled_mlp.h"
 
 constexpr int FEATURES = 16;  // of a warp
 constexpr int FEATURE_WARPS = 4;
@@ -21,7 +21,7 @@ DEVICE int tile_token(int n) {
 }
 
 // 16 columns of a matrix (R, H) for each warp, as left operands: features are rows, and ranks are summed in the order
-// in which times_code() reads them. In shared memory, where a lane has words of its own, so there is no barrier.
+// in which times_latent() reads them. In shared memory, where a lane has words of its own, so there is no barrier.
 template <int P, int RANK>
 struct alignas(16) FeatureRows {
   uint4 words[RANK / Format<P>::STEP][FEATURE_THREADS];
@@ -53,16 +53,16 @@ struct alignas(16) FeatureRows {
   }
 };
 
-// sum (16 features, 8 tokens) += rows (16 features, R) @ code (8 tokens from `token` on, R)^T.
+// sum (16 features, 8 tokens) += rows (16 features, R) @ latent (8 tokens from `token` on, R)^T.
 template <int P, int RANK>
-DEVICE void times_code(float (&sum)[4], const FeatureRows<P, RANK>& rows, const void* code, int rank, int64_t token,
+DEVICE void times_latent(float (&sum)[4], const FeatureRows<P, RANK>& rows, const void* latent, int rank, int64_t token,
                        int64_t end) {
   int thread = threadIdx.x;
   forget(thread);  // or all operands would move to registers, which cannot hold them
   const int64_t t = token + tile_token<P>(lane_row());
 #pragma unroll
   for (int group = 0; group < RANK / (4 * Format<P>::VECTOR); group++) {
-    const Words words = load_row<P, true>(static_cast<const Element<P>*>(code) + t * rank,
+    const Words words = load_row<P, true>(static_cast<const Element<P>*>(latent) + t * rank,
                                           Format<P>::VECTOR * (4 * group + lane_quad()), rank, t < end);
 #pragma unroll
     for (int step = 0; step < 2; step++) {
@@ -80,9 +80,9 @@ constexpr int RANKS_READ = RANK / 8 < Format<P>::VECTOR ? RANK / 8 : Format<P>::
 template <int P, int RANK>
 constexpr int READS = RANK / 8 / RANKS_READ<P, RANK>;
 
-// sum (16 features, R) += slab (16 features, STEP tokens) @ code (STEP tokens from `token` on, R).
+// sum (16 features, R) += slab (16 features, STEP tokens) @ latent (STEP tokens from `token` on, R).
 template <int P, int RANK>
-DEVICE void add_product(float (&sum)[RANK / 8][4], const float (&slab)[Format<P>::STEP / 8][4], const void* code,
+DEVICE void add_product(float (&sum)[RANK / 8][4], const float (&slab)[Format<P>::STEP / 8][4], const void* latent,
                         int rank, int64_t token, int64_t end) {
   constexpr int COUNT = RANKS_READ<P, RANK>;
   LeftOperand<P> a;
@@ -94,7 +94,7 @@ DEVICE void add_product(float (&sum)[RANK / 8][4], const float (&slab)[Format<P>
 #pragma unroll
   for (int part = 0; part < READS<P, RANK>; part++) {
     StepRows<P, COUNT> rows;
-    rows.template read<true>(static_cast<const Element<P>*>(code), token, end, COUNT * (8 * part + lane_row()), rank);
+    rows.template read<true>(static_cast<const Element<P>*>(latent), token, end, COUNT * (8 * part + lane_row()), rank);
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
       RightOperand<P> b;
@@ -177,15 +177,15 @@ struct FeatureGradients {
       for (int n = 0; n < INPUTS; n++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) wide[n][c][i] = bias[n][i / 2];
-        times_code<P, RANK>(wide[n][c], rows[n], a.input[n].code, a.input[n].rank, token + 8 * c, end);
+        times_latent<P, RANK>(wide[n][c], rows[n], a.input[n].latent, a.input[n].rank, token + 8 * c, end);
       }
-      times_code<P, RANK>(gradient[c], rows[INPUTS], grad_out, a.rank_out, token + 8 * c, end);
+      times_latent<P, RANK>(gradient[c], rows[INPUTS], grad_out, a.rank_out, token + 8 * c, end);
     }
     differentiate(a.activation, wide, gradient, FeatureKeeps<P>{a, token, feature});
     add_product<P, RANK>(dleft, gradient, grad_out, a.rank_out, token, end);
 #pragma unroll
     for (int n = 0; n < INPUTS; n++) {
-      add_product<P, RANK>(dright[n], wide[n], a.input[n].code, a.input[n].rank, token, end);
+      add_product<P, RANK>(dright[n], wide[n], a.input[n].latent, a.input[n].rank, token, end);
 #pragma unroll
       for (int c = 0; c < TILES; c++)
 #pragma unroll

@@ -34,7 +34,7 @@ MODELS = {
 
 
 def wide_launches(calls):
-    return [name for name, _ in calls if name.startswith("wide_code")]
+    return [name for name, _ in calls if name.startswith("tiled_mlp")]
 
 
 def loss_and_gradients(model, inputs):
@@ -55,7 +55,7 @@ def test_models(name, calls, served):
     assert wide_launches(calls) == []
     use_kernels()
     found = loss_and_gradients(model, inputs)
-    expected = ["wide_code"] * num_blocks + ["wide_code_backward"] * num_blocks
+    expected = ["tiled_mlp"] * num_blocks + ["tiled_mlp_backward"] * num_blocks
     assert wide_launches(calls) == (expected if is_known else [])
     for mine, torchs in zip(found, plain, strict=True):
         torch.testing.assert_close(mine, torchs, rtol=1e-3, atol=1e-5)
@@ -92,7 +92,7 @@ def test_values_and_gradients(form, dtype, calls, served):
         use_kernels(wanted)
         latent = compute()
         results.append([latent, *torch.autograd.grad(latent.float().square().sum(), leaves)])
-    assert wide_launches(calls) == ["wide_code", "wide_code_backward"]
+    assert wide_launches(calls) == ["tiled_mlp", "tiled_mlp_backward"]
     tolerance = {"rtol": 5e-2, "atol": 1e-1} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(results[1], results[0], **tolerance)
 
@@ -104,7 +104,7 @@ def test_second_derivatives_are_those_of_torch(calls, served):
         use_kernels(wanted)
         first = torch.autograd.grad(compute().square().sum(), leaves, create_graph=True)
         results.append(torch.autograd.grad(sum(each.square().sum() for each in first), leaves))
-    assert wide_launches(calls) == ["wide_code", "wide_code_backward"]  # not for the graph of the first derivatives
+    assert wide_launches(calls) == ["tiled_mlp", "tiled_mlp_backward"]  # not for the graph of the first derivatives
     torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-4)
 
 

@@ -1,5 +1,5 @@
-// A hidden layer that is made from codes, a slab of features for 16 tokens at a time, and never leaves the registers:
-// hidden = act(code_1 right_1 + bias_1) [* (code_2 right_2 + bias_2)] [* kept entries / (1 - p)].
+// A hidden layer that is made from latents, a slab of features for 16 tokens at a time, and never leaves the registers:
+// hidden = act(latent_1 right_1 + bias_1) [* (latent_2 right_2 + bias_2)] [* kept entries / (1 - p)].
 //
 // Shapes: T = tokens, H = hidden features, R1, R2 = ranks in front, S = rank behind; all but T are multiples of 8, and
 // every address is a multiple of 16. INPUTS is 2 where the second input gates the first.
@@ -7,8 +7,8 @@
 #include "activations.h"
 #include "low_rank_tiles.h"
 
-struct WideInput {  // code (T, rank), right (rank, H), bias (H) or null
-  const void *code, *right, *bias;
+struct WideInput {  // latent (T, rank), right (rank, H), bias (H) or null
+  const void *latent, *right, *bias;
   int rank;
 };
 
@@ -71,29 +71,29 @@ DEVICE void differentiate(int activation, float (&wide)[INPUTS][COUNT][4], float
 
 // ---- Slabs: 16 tokens and SLAB features, laid out as fragments.h says
 
-// 16 tokens and STEP ranks from `k` on of a code (T, R); zeros beyond the last token and rank.
+// 16 tokens and STEP ranks from `k` on of a latent (T, R); zeros beyond the last token and rank.
 template <int P>
-DEVICE LeftOperand<P> code_operand(const void* code, int64_t token, int64_t num_tokens, int k, int rank) {
+DEVICE LeftOperand<P> latent_operand(const void* latent, int64_t token, int64_t num_tokens, int k, int rank) {
   LeftOperand<P> a;
 #pragma unroll
   for (int w = 0; w < 4; w++) {
     const int64_t t = token + lane_row() + w % 2 * 8;
     const int r = k + PAIR<P> * (lane_quad() + w / 2 * 4);
-    const auto* element = static_cast<const Element<P>*>(code) + t * rank + r;
+    const auto* element = static_cast<const Element<P>*>(latent) + t * rank + r;
     set_word<P>(a, w, t < num_tokens && r < rank ? *reinterpret_cast<const uint32_t*>(element) : 0);
   }
   return a;
 }
 
-// sum += code (16 tokens from `token` on, R) @ matrix (R, H) for the slab of columns from `column` on.
+// sum += latent (16 tokens from `token` on, R) @ matrix (R, H) for the slab of columns from `column` on.
 // Two steps at a time: what is read for all of them would not fit into the registers.
 template <int P, int RANK>
-DEVICE void expand_code(float (&sum)[COLUMNS][4], const void* code, const void* matrix, int rank,
+DEVICE void expand_latent(float (&sum)[COLUMNS][4], const void* latent, const void* matrix, int rank,
                         int64_t token, int column, const WideLayer& layer) {
   const auto* elements = static_cast<const Element<P>*>(matrix);
 #pragma unroll 2
   for (int k = 0; k < RANK; k += Format<P>::STEP) {
-    const LeftOperand<P> a = code_operand<P>(code, token, layer.num_tokens, k, rank);
+    const LeftOperand<P> a = latent_operand<P>(latent, token, layer.num_tokens, k, rank);
     StepRows<P, COLUMNS> rows;
     rows.template read<true>(elements, k, rank, column + slab_column<P, COLUMNS>(), layer.hidden_features);
 #pragma unroll
@@ -111,7 +111,7 @@ template <int P, int RANK, int INPUTS>
 DEVICE void make_wide(float (&wide)[INPUTS][COLUMNS][4], const WideLayer& a, int64_t token, int column) {
 #pragma unroll
   for (int n = 0; n < INPUTS; n++) {
-    expand_code<P, RANK>(wide[n], a.input[n].code, a.input[n].right, a.input[n].rank, token, column, a);
+    expand_latent<P, RANK>(wide[n], a.input[n].latent, a.input[n].right, a.input[n].rank, token, column, a);
     add_bias<P, true>(wide[n], static_cast<const Element<P>*>(a.input[n].bias), column, a.hidden_features);
   }
 }
@@ -168,7 +168,7 @@ DEVICE void contract_slab(float (&sum)[RANK / 8][4], const float (&slab)[COLUMNS
   }
 }
 
-// What the slots of a block have summed of a code, in shared memory.
+// What the slots of a block have summed of a latent, in shared memory.
 template <int P, int RANK>
 struct alignas(16) CodeSums {
   float number[WIDE_SLOTS][TOKENS][RANK + Format<P>::PADDING];
@@ -181,14 +181,14 @@ struct alignas(16) CodeSums {
         *reinterpret_cast<float2*>(&number[slot][16 * half + lane_row() + 8 * i][8 * j + 2 * lane_quad()]) =
             float2{sum[j][2 * i], sum[j][2 * i + 1]};
   }
-  // Adds the slots in their order, for the block's tokens of a code (T, rank).
-  DEVICE void write(void* code, int64_t token, int64_t num_tokens, int rank) const {
+  // Adds the slots in their order, for the block's tokens of a latent (T, rank).
+  DEVICE void write(void* latent, int64_t token, int64_t num_tokens, int rank) const {
     for (int i = threadIdx.x; i < TOKENS * RANK; i += THREADS) {
       const int t = i / RANK, r = i % RANK;
       float sum = 0.0f;
 #pragma unroll
       for (int slot = 0; slot < WIDE_SLOTS; slot++) sum += number[slot][t][r];
-      if (token + t < num_tokens && r < rank) from_float(static_cast<Element<P>*>(code)[(token + t) * rank + r], sum);
+      if (token + t < num_tokens && r < rank) from_float(static_cast<Element<P>*>(latent)[(token + t) * rank + r], sum);
     }
   }
 };
@@ -205,7 +205,7 @@ template <class Run>
 int choose_wide_kernel(int precision, const WideLayer& layer, const Run& run) {
   int rank = layer.rank_out;
   for (const WideInput& input : layer.input) rank = input.rank > rank ? input.rank : rank;
-  const bool gated = layer.input[1].right;  // a code of no tokens has no address
+  const bool gated = layer.input[1].right;  // a latent of no tokens has no address
   switch (precision) {
     case BF16: return choose_inputs<BF16>(rank, gated, run);
     case TF32: return choose_inputs<TF32>(rank, gated, run);

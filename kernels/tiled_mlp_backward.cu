@@ -1,17 +1,17 @@
-// Backward of ops/wide_code.py in three launches, no atomics, the same bits each time; the hidden layer is made
+// Backward of ops/tiled_mlp.py in three launches, no atomics, the same bits each time; the hidden layer is made
 // anew in the first two and never written:
-// 1. gradients of the codes, as the forward goes: a block for some tokens, its warps share the hidden features;
+// 1. gradients of the latents, as the forward goes: a block for some tokens, its warps share the hidden features;
 // 2. gradients of right, left and the biases: a warp for 16 hidden features, which it keeps as rows of its products,
 //    and a chunk of the tokens;
 // 3. sums over the chunks, in their order.
-#include "wide_features.h"
+#include "hidden_features.h"
 
 namespace {
 
 struct Backward {
   WideLayer layer;
   const void* grad_out;
-  void* dcode[2];
+  void* dlatent[2];
   float *gradients, *partials;  // dright_1, dright_2, dleft, dbias_1, dbias_2; partials once for each chunk
   Places place;
   int64_t chunk_tokens, num_chunks;
@@ -29,7 +29,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, RANK == 32 && INPUTS == 1 ? 2 : 1) wide_code_gradi
   for (int column = slot * SLAB; column < a.hidden_features; column += WIDE_SLOTS * SLAB) {
     float wide[INPUTS][COLUMNS][4] = {}, gradient[COLUMNS][4] = {};
     make_wide<P, RANK, INPUTS>(wide, a, token, column);
-    expand_code<P, RANK>(gradient, arguments.grad_out, a.left, a.rank_out, token, column, a);
+    expand_latent<P, RANK>(gradient, arguments.grad_out, a.left, a.rank_out, token, column, a);
     differentiate(a.activation, wide, gradient, SlabKeeps(a, token, column));
 #pragma unroll
     for (int n = 0; n < INPUTS; n++)
@@ -40,7 +40,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, RANK == 32 && INPUTS == 1 ? 2 : 1) wide_code_gradi
     if (n) __syncthreads();  // the sums before have been read
     sums.put(slot, half, sum[n]);
     __syncthreads();
-    sums.write(arguments.dcode[n], first_token, a.num_tokens, a.input[n].rank);
+    sums.write(arguments.dlatent[n], first_token, a.num_tokens, a.input[n].rank);
   }
 }
 
@@ -114,25 +114,25 @@ struct LaunchBackward {
 }  // namespace
 
 // In how many chunks the tokens are taken; `partials` needs as many times the floats of `gradients`.
-extern "C" int64_t hf_comera_wide_code_chunks(int64_t num_tokens, int hidden_features) {
+extern "C" int64_t hf_comera_tiled_mlp_chunks(int64_t num_tokens, int hidden_features) {
   const int64_t tokens = tokens_of_chunk(num_tokens, hidden_features);
   return num_tokens > tokens ? (num_tokens + tokens - 1) / tokens : 1;
 }
 
-// As hf_comera_wide_code, and grad_out (T, S) -> dcode_1 (T, R1), dcode_2 (T, R2) with a gate; in float32, one after
+// As hf_comera_tiled_mlp, and grad_out (T, S) -> dlatent_1 (T, R1), dlatent_2 (T, R2) with a gate; in float32, one after
 // the other, dright_1 (R1, H), dright_2 (R2, H) with a gate, dleft (S, H), dbias_1 (H), dbias_2 (H) with a gate.
-extern "C" int hf_comera_wide_code_backward(int precision, const void* code_1, const void* right_1, const void* bias_1,
-                                            const void* code_2, const void* right_2, const void* bias_2,
-                                            const void* left, const void* keeps, const void* grad_out, void* dcode_1,
-                                            void* dcode_2, float* gradients, float* partials, int64_t num_tokens,
+extern "C" int hf_comera_tiled_mlp_backward(int precision, const void* latent_1, const void* right_1, const void* bias_1,
+                                            const void* latent_2, const void* right_2, const void* bias_2,
+                                            const void* left, const void* keeps, const void* grad_out, void* dlatent_1,
+                                            void* dlatent_2, float* gradients, float* partials, int64_t num_tokens,
                                             int hidden_features, int rank_1, int rank_2, int rank_out, int activation,
                                             double scale, void* stream) {
-  const WideLayer layer{{{code_1, right_1, bias_1, rank_1}, {code_2, right_2, bias_2, rank_2}},
+  const WideLayer layer{{{latent_1, right_1, bias_1, rank_1}, {latent_2, right_2, bias_2, rank_2}},
                         left, static_cast<const uint8_t*>(keeps), static_cast<float>(scale),
                         activation, rank_out, hidden_features, num_tokens};
   if (const int status = check_wide_layer(precision, layer)) return status;
-  const Backward arguments{layer, grad_out, {dcode_1, dcode_2}, gradients, partials,
+  const Backward arguments{layer, grad_out, {dlatent_1, dlatent_2}, gradients, partials,
                            places(layer), tokens_of_chunk(num_tokens, hidden_features),
-                           hf_comera_wide_code_chunks(num_tokens, hidden_features)};
+                           hf_comera_tiled_mlp_chunks(num_tokens, hidden_features)};
   return choose_wide_kernel(precision, layer, LaunchBackward{arguments, stream});
 }
