@@ -19,7 +19,7 @@ struct Backward {
 // ---- Launch 1
 
 template <int P, int RANK, bool ALIGNED>
-KERNEL LAUNCH_BOUNDS(THREADS, ALIGNED ? 2 : 1) code_gradient_kernel(Backward a) {
+KERNEL LAUNCH_BOUNDS(THREADS, ALIGNED ? 2 : 1) latent_gradient_kernel(Backward a) {
   SHARED Tile<P, RANK> tile;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * TOKENS;
   const auto* right = static_cast<const Element<P>*>(a.right);
@@ -181,7 +181,7 @@ struct LaunchBackward {
     const Backward& a = arguments;
     const unsigned tiles = num_token_tiles(a.num_tokens);
     if (tiles)
-      if (const int status = launch(code_gradient_kernel<P, RANK, ALIGNED>, tiles, THREADS, stream, a)) return status;
+      if (const int status = launch(latent_gradient_kernel<P, RANK, ALIGNED>, tiles, THREADS, stream, a)) return status;
     const unsigned slabs = num_slabs(P, a.in_features) + num_slabs(P, a.out_features);
     if (!slabs) return OK;
     const dim3 grid(slabs, static_cast<unsigned>(a.num_chunks));

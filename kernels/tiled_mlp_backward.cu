@@ -20,7 +20,7 @@ struct Backward {
 // ---- Launch 1
 
 template <int P, int RANK, int INPUTS>
-KERNEL LAUNCH_BOUNDS(THREADS, RANK == 32 && INPUTS == 1 ? 2 : 1) wide_code_gradient_kernel(Backward arguments) {
+KERNEL LAUNCH_BOUNDS(THREADS, RANK == 32 && INPUTS == 1 ? 2 : 1) tiled_mlp_gradient_kernel(Backward arguments) {
   SHARED CodeSums<P, RANK> sums;
   const WideLayer& a = arguments.layer;
   const int warp = threadIdx.x / 32, half = warp % 2, slot = warp / 2;
@@ -99,7 +99,7 @@ struct LaunchBackward {
     const WideLayer& a = arguments.layer;
     const unsigned tiles = num_token_tiles(a.num_tokens);
     if (tiles)
-      if (const int status = launch(wide_code_gradient_kernel<P, RANK, INPUTS>, tiles, THREADS, stream, arguments))
+      if (const int status = launch(tiled_mlp_gradient_kernel<P, RANK, INPUTS>, tiles, THREADS, stream, arguments))
         return status;
     constexpr int BLOCK = FEATURES * FEATURE_WARPS;
     const dim3 grid((a.hidden_features + BLOCK - 1) / BLOCK, static_cast<unsigned>(arguments.num_chunks));

@@ -193,7 +193,7 @@ def ffn_backward(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     code_in, wide_dense = x @ left_in.T, x @ up.T
     wide = code_in @ right_in
     activated, activated_dense = gelu(wide), gelu(wide_dense)
-    code_out = activated @ left_out.T
+    latent_out = activated @ left_out.T
 
     def dense() -> Tensor:
         dwide, _ = slope(grad_y @ down, wide_dense), grad_y.T @ activated_dense
@@ -201,7 +201,7 @@ def ffn_backward(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
         return dx
 
     def around(middle: Callable[[Tensor], Tensor]) -> Tensor:
-        dcode_out, _ = grad_y @ right_out.T, code_out.T @ grad_y
+        dcode_out, _ = grad_y @ right_out.T, latent_out.T @ grad_y
         dcode_in = middle(dcode_out)
         dx, _ = dcode_in @ left_in, dcode_in.T @ x
         return dx

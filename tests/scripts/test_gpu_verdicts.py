@@ -180,7 +180,7 @@ def test_a_device_that_is_too_old_is_told(capability, skipped):
 
 def test_our_kernels_are_known_by_name():
     names = kernel_names()
-    assert {"linear_kernel", "halves_kernel", "coat_adamw_kernel", "wide_code_kernel"} <= set(names)
+    assert {"linear_kernel", "halves_kernel", "coat_adamw_kernel", "tiled_mlp_kernel"} <= set(names)
 
 
 def test_every_rule_has_a_name_of_its_own():

@@ -29,7 +29,7 @@ ptxas info    : Compile time = 120.3 ms
 ptxas info    : Compiling entry function '_ZN12_GLOBAL__N_10sum_kernelENS_8BackwardE' for 'sm_80'
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 32 registers, used 0 barriers
-ptxas info    : Compiling entry function '_ZN51_GLOBAL__N__ab_12_wide_code_cu_8ee2064b16wide_code_kernelILi0ELi64ELi2EEEvNS_7ForwardE' for 'sm_80'
+ptxas info    : Compiling entry function '_ZN51_GLOBAL__N__ab_12_wide_code_cu_8ee2064b16tiled_mlp_kernelILi0ELi64ELi2EEEvNS_7ForwardE' for 'sm_80'
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 219 registers, used 1 barriers, 36864 bytes smem
 ptxas info    : Compiling entry function '_ZN12_GLOBAL__N_12table_kernelILb1EEEvNS_9GradientsE' for 'sm_80'
