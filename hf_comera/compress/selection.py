@@ -1,4 +1,8 @@
-"""Which layers of a model are compressed: the targets of its architecture, and names matched as PEFT does."""
+"""Which layers of a model are compressed: the targets of its architecture, and names matched as PEFT does.
+
+A row lists last parts of module names: attention and FFN projections and the word embedding. Rows may name layers of
+several Transformers releases; names that a model does not have are ignored here (in a user's own list they raise).
+"""
 
 import dataclasses
 import difflib

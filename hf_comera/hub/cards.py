@@ -1,4 +1,9 @@
-"""Model cards: write or refresh the ``README.md`` of a compressed model from measured values only."""
+"""Model cards: write or refresh the ``README.md`` of a compressed model from measured values only.
+
+``extend_trainer_cards``: ``Trainer.create_model_card`` overwrites the card in its folder, and has no hook for models
+that are not PEFT's. Who downloads such a folder would have no hint at all. So the summary that it makes of a
+compressed model, and of no other, adds hf_comera's part to its text.
+"""
 
 import functools
 import json

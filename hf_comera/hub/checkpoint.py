@@ -1,4 +1,12 @@
-"""Checkpoints of compressed models: a folder is checked before it is loaded, and written whole or not at all."""
+"""Checkpoints of compressed models: a folder is checked before it is loaded, and written whole or not at all.
+
+What the files hold, and whether they belong together, is found out before a module is replaced or a weight is read, so
+a file that is refused leaves nothing behind.
+
+Renaming several files is not one step, and a process may end between two. So all weight files and ``config.json`` of
+one save carry the same id: a mixture of two saves, which would compute something else in silence, is refused when it
+is loaded, and the files that are still to be moved are named.
+"""
 
 import contextlib
 import errno

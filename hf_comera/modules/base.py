@@ -1,4 +1,14 @@
-"""What compressed layers have: a lazy dense weight; in tensor-train form also flat cores and rank gates, and ranks."""
+"""What compressed layers have: a lazy dense weight; in tensor-train form also flat cores and rank gates, and ranks.
+
+``LazyWeight`` stands for ``layer.weight``: shape and dtype for free, the dense matrix only when it is computed with.
+Model code reads ``layer.weight.dtype`` in forward (T5) and hands ``layer.weight`` to initialisers while it loads; both
+would build the matrix that tensor-train form exists to avoid. Real uses (``F.linear(x, layer.weight)``, indexing,
+fused losses) get the dense matrix, and gradients flow back to the cores.
+
+An edit of the weight would change that matrix and no core. Initialisers that ask for a deviation draw new cores, and a
+factor goes into a core (RWKV divides weights); every other edit is refused with the way to do it, also of views of the
+matrix (``layer.weight[0].zero_()``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Dropout that keeps its mask in bits: drawn several entries at a time, saved as one bit an entry."""
+"""Dropout that keeps its mask in bits: drawn several entries at a time, saved as one bit an entry.
+
+torch draws one number an entry, in one thread, and keeps a mask as large as what it masks; on a CPU that is a large
+part of the training step of a compressed model, and of what it saves for backward.
+"""
 
 from collections.abc import Sequence
 from math import prod

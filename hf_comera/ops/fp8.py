@@ -1,4 +1,11 @@
-"""FP8 values with one scale for each group of 16: encoding, and activations that autograd saves so."""
+"""FP8 values in groups with a scale each: optimizer states with expanded range, and activations saved for backward.
+
+The two forms of COAT's mixed granularity: what norms and activation functions take is stored by group, as single
+channels of it are far larger than others; what products take is stored by tensor.
+
+Source: COAT, arXiv:2410.19313, section 5. It makes these tensors in the kernels that compute them and multiplies in
+FP8; here they are only stored so.
+"""
 
 import math
 from collections.abc import Iterator

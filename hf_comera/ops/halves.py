@@ -3,6 +3,11 @@
 Cores of layers with equal factors are stacked, ranks that differ padded with zeros, and contracted together; so are
 the gradients on the way back. Neither depends on the batch.
 
+The operators ``hf_comera::tt_halves`` and ``hf_comera::tt_halves_backward`` take sides of any factors and ranks
+together; their bodies in plain torch are the reference. Both read the cores where they lie, so these must not change
+in between, as in ``torch.nn.functional.linear``. Where no kernels serve the device, stacked products keep copies
+instead, with which backward multiplies less.
+
 Source: CoMERA, arXiv:2405.14377, contraction paths, for the halves; stacking the layers of a model is ours.
 """
 

@@ -7,8 +7,13 @@ latent_k.T`` with a small ``M = right_q right_k.T``. So all heads share one key,
 
 Exact up to rounding, with any mask and dropout.
 
+torch has no fused kernel with dropout on a CPU. There a few rows of scores at a time are made, used and dropped in the
+processor's cache, and made once more in backward. The saved tensors are as wide as a latent, as in flash attention,
+but for one bit a score that tells whether dropout keeps it.
+
 Source: absorbed projections: DeepSeek-V2, arXiv:2405.04434, section 2.1; one key and value for all heads: Shazeer,
-arXiv:1911.02150.
+arXiv:1911.02150; sums of softmax's gradient over a row as the product of
+output and gradient: Dao et al., arXiv:2205.14135.
 """
 
 from collections.abc import Iterator, Sequence

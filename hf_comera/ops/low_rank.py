@@ -1,4 +1,17 @@
-"""``x A B + bias``: the product of a tensor-train layer, by its two halves or by the matrix they multiply to."""
+"""``x A B + bias``: the product of a tensor-train layer, by its two halves or by the matrix they multiply to.
+
+``W = left.T @ right``. The latent ``x @ left.T`` has one number per rank and token, and ``y = latent @ right``. Saved
+for backward are x and the latent; all else is of the size of the cores.
+
+Where kernels serve the device, the products are the operator ``hf_comera::low_rank_linear``, whose body in plain torch
+is the reference. Elsewhere they are two differentiable products, which cost less to call on a CPU, and which compilers
+and function transforms see through. Second derivatives are theirs everywhere.
+
+Where the dense matrix is faster (``tt/planner.py`` says where), it is multiplied out and applied in plain torch; saved
+for backward are then the input, the halves and the matrix.
+
+Source: CoMERA, arXiv:2405.14377, section on contraction paths: two-sided contraction.
+"""
 
 from typing import Any
 

@@ -1,4 +1,25 @@
-"""The two products of a tensor-train-matrix table: looking up rows, and projecting on all, as a tied head does."""
+"""The two products of a tensor-train-matrix table: looking up rows, and projecting on all, as a tied head does.
+
+An embedding row splits into ``row = left_table[a] @ right_table[b]`` with ``id = a * (rows of the right table) + b``:
+two small tables replace the big one, and both are built by one short chain of products.
+
+``hf_comera::ttm_lookup``: two half tables are built, each distinct id is contracted once, and its row is copied to all
+its places. Only the ids are saved for backward: everything else is cheap to build again.
+
+How many ids are distinct is known on the device only. On a GPU, asking for it would make the host wait and could not
+be part of a CUDA graph; there every place is contracted by itself, or, if the table has no more rows than there are
+places, every row of the table once. Gradients are added up in a fixed order in both forms.
+
+Rows from half tables and the gradients of these are operators of their own, for which there are CUDA kernels; their
+bodies in plain torch are the reference. The half tables themselves are always products in torch.
+
+``hf_comera::ttm_project``: the table is never whole in memory. Few tokens go through the half tables one after the
+other; many tokens use slices of the table, each rebuilt from the half tables, used and dropped. The backward always
+works on slices.
+
+Source: CoMERA, arXiv:2405.14377, optimised embedding lookup (unique rows, half tables). Doing both levels by default,
+with an own backward, is ours.
+"""
 
 import math
 from collections.abc import Iterator

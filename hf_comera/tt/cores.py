@@ -2,6 +2,9 @@
 
 A core has shape ``(left rank, factor, right rank)``. A TTM core ``(left rank, row factor, column factor, right
 rank)`` is handled here as a core whose factor is ``row factor * column factor``.
+
+A gate sits on the bond between two neighbouring cores and has one number per rank, the diagonal of CoMERA's ``D_k``:
+``W = G_1 D_1 G_2 D_2 ... G_K``. Gate k scales the last axis of core k, which is the same as the first of core k + 1.
 """
 
 import math

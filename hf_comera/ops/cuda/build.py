@@ -3,6 +3,10 @@
 One library serves every torch version, since it knows nothing of torch. The same sources compile with g++ too, as an
 emulation for tests. A build is keyed by sources, compiler and architecture, written beside its place and renamed
 into it, under a file lock: several processes build once.
+
+Loading a library runs its code, and its name in the cache follows from public sources. So folders are made for their
+owner alone, and a folder or library that others own or may write is refused. What is checked is what was opened, not
+what a path means a moment later.
 """
 
 import contextlib

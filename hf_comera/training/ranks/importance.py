@@ -1,4 +1,8 @@
-"""The importance of each rank: a table of all bonds of a model, and the objective that presses on gates."""
+"""The importance of each rank: a table of all bonds of a model, and the objective that presses on gates.
+
+Source: CoMERA, arXiv:2405.14377, rank-adaptive training; papers on proximal steps for the l1 norm: Daubechies,
+Defrise, De Mol, "An iterative thresholding algorithm for linear inverse problems with a sparsity constraint", 2004.
+"""
 
 from dataclasses import dataclass
 
