@@ -13,6 +13,8 @@ STEP_SECONDS ?= 480
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 DEMO_ARGS ?=
 SWEEP_ARGS ?=
+BENCHMARKS ?= $(addprefix speed., adaptation decomposition head inference linear lookup step) kernels.run memory.run \
+	$(addprefix quality., run ranks optimizer_states)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo check format test test-slow test-gpu sanitize-gpu gpu-report bench sweep clean
@@ -56,14 +58,14 @@ sanitize-gpu: $(STAMP)  ## the tests of the kernels on a GPU under compute-sanit
 
 # The interpreter as it is given: a machine with a GPU may have packages of its own, and no network to make .venv from.
 gpu-report:  ## all figures of a GPU, with PYTHON itself; call it until it is complete. REHEARSE=1: on a CPU
-	$(PYTHON) scripts/gpu_report.py --seconds $(STEP_SECONDS) --sanitizer "$(SANITIZER)" $(if $(OUT),--out "$(OUT)") \
+	$(PYTHON) -m benchmarks.gpu.report --seconds $(STEP_SECONDS) --sanitizer "$(SANITIZER)" $(if $(OUT),--out "$(OUT)") \
 		$(if $(WORK),--work "$(WORK)") $(if $(ONLY),--only $(ONLY)) $(if $(REHEARSE),--rehearse)
 
-bench: $(STAMP)  ## run every benchmark script, one after the other
-	@set -e; for script in scripts/bench_*.py; do echo "$$script"; $(BIN)/python $$script; done
+bench: $(STAMP)  ## run every benchmark, one after the other; BENCHMARKS="speed.step kernels.run": these
+	@set -e; for name in $(BENCHMARKS); do echo "benchmarks.$$name"; $(BIN)/python -m benchmarks.$$name; done
 
 sweep: $(STAMP)  ## check every architecture of Transformers, about an hour; goes on where it was stopped
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/sweep_architectures.py $(SWEEP_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.architectures.sweep $(SWEEP_ARGS)
 
 clean:  ## remove .venv and what builds and tools leave behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
