@@ -13,6 +13,10 @@ STEP_SECONDS ?= 480
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 DEMO_ARGS ?=
 SWEEP_ARGS ?=
+BENCHMARKS ?= $(addprefix speed., adaptation decomposition head inference linear lookup step) kernels.run memory.run \
+	$(addprefix quality., run ranks optimizer_states)
+# `make check` runs these, so what comes after it leaves them out.
+LAYOUT := tests/test_import_direction.py
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo check format test test-slow test-gpu sanitize-gpu gpu-report bench sweep clean
@@ -30,17 +34,17 @@ check: $(STAMP)  ## style, types and import direction
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) -q --noconftest tests/test_import_direction.py
+	$(PYTEST) -q --noconftest $(LAYOUT)
 
 format: $(STAMP)  ## rewrite the sources in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 test: check  ## `make check`, then the tests: CPU only, no network
-	$(PYTEST) -n $(WORKERS) --dist loadfile
+	$(PYTEST) -n $(WORKERS) --dist loadfile --ignore $(LAYOUT)
 
 test-slow: check  ## the same with the slow tests
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not network"
+	$(PYTEST) -n $(WORKERS) --dist loadfile --ignore $(LAYOUT) -m "not gpu and not network"
 
 test-gpu: $(STAMP)  ## the tests that need a CUDA device, alone
 	$(PYTEST) -m gpu
@@ -56,14 +60,14 @@ sanitize-gpu: $(STAMP)  ## the tests of the kernels on a GPU under compute-sanit
 
 # The interpreter as it is given: a machine with a GPU may have packages of its own, and no network to make .venv from.
 gpu-report:  ## all figures of a GPU, with PYTHON itself; call it until it is complete. REHEARSE=1: on a CPU
-	$(PYTHON) scripts/gpu_report.py --seconds $(STEP_SECONDS) --sanitizer "$(SANITIZER)" $(if $(OUT),--out "$(OUT)") \
+	$(PYTHON) -m benchmarks.gpu.report --seconds $(STEP_SECONDS) --sanitizer "$(SANITIZER)" $(if $(OUT),--out "$(OUT)") \
 		$(if $(WORK),--work "$(WORK)") $(if $(ONLY),--only $(ONLY)) $(if $(REHEARSE),--rehearse)
 
-bench: $(STAMP)  ## run every benchmark script, one after the other
-	@set -e; for script in scripts/bench_*.py; do echo "$$script"; $(BIN)/python $$script; done
+bench: $(STAMP)  ## run every benchmark, one after the other; BENCHMARKS="speed.step kernels.run": these
+	@set -e; for name in $(BENCHMARKS); do echo "benchmarks.$$name"; $(BIN)/python -m benchmarks.$$name; done
 
 sweep: $(STAMP)  ## check every architecture of Transformers, about an hour; goes on where it was stopped
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/sweep_architectures.py $(SWEEP_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.architectures.sweep $(SWEEP_ARGS)
 
 clean:  ## remove .venv and what builds and tools leave behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -17,21 +17,25 @@ from accelerate import Accelerator
 from huggingface_hub import HfApi
 from rich.console import Console
 
-from code_corpus import describe_source
-from code_sequences import check_length
-from finished_model import card_fields, measure, publish
+from codebert.corpus import describe_source
+from codebert.model import load_config, longest_sequence
+from codebert.report import card_fields, draw_losses, measure, print_outcome, publish, write_metrics
+from codebert.settings import Settings, parse_settings
+from codebert.setup import Data, prepare_data, prepare_run
+from codebert.tokens import check_length
 from hf_comera import is_comera_model, size_report, write_model_card
-from loss_picture import draw_losses
-from model_setup import load_config, longest_sequence
-from pretrain_report import print_outcome
-from pretrain_settings import Settings, parse_settings
-from rank_outcome import show_ranks
-from run_checkpoint import open_folder, remove_checkpoints
-from run_metrics import write_metrics
-from run_setup import Data, prepare_data, prepare_run
-from run_start import describe_devices, launch_command, make_accelerator, resume_command, say_how_to_resume, shut_down
-from train_loop import Run, train
-from user_errors import run_script
+from loop.checkpoint import open_folder, remove_checkpoints
+from loop.launch import (
+    describe_devices,
+    launch_command,
+    make_accelerator,
+    resume_command,
+    run_script,
+    say_how_to_resume,
+    shut_down,
+)
+from loop.outcome import show_ranks
+from loop.train import Run, train
 
 SCRIPT = "scripts/pretrain_codebert.py"
 

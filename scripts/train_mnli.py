@@ -20,17 +20,24 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
-from best_model import BestModel
 from hf_comera import fold_rank_gates, size_report
-from mnli_settings import Settings, parse_settings
-from nli_data import describe_source
-from nli_results import measure, print_results, write_results
-from nli_setup import Data, prepare_data, prepare_run
-from rank_outcome import show_ranks
-from run_checkpoint import open_folder, remove_checkpoints
-from run_start import describe_devices, launch_command, make_accelerator, resume_command, say_how_to_resume, shut_down
-from train_loop import Run, train
-from user_errors import run_script
+from loop.checkpoint import open_folder, remove_checkpoints
+from loop.launch import (
+    describe_devices,
+    launch_command,
+    make_accelerator,
+    resume_command,
+    run_script,
+    say_how_to_resume,
+    shut_down,
+)
+from loop.outcome import show_ranks
+from loop.train import Run, train
+from mnli.data import describe_source
+from mnli.evaluation import BestModel
+from mnli.results import measure, print_results, write_results
+from mnli.settings import Settings, parse_settings
+from mnli.setup import Data, prepare_data, prepare_run
 
 SCRIPT = "scripts/train_mnli.py"
 

@@ -1,10 +1,10 @@
-"""The house holds: imports point left, files and functions stay small, every file says what it is for."""
+"""The house holds: imports point left and never in a circle, and every file is named and described by its subject."""
 
 import ast
+import graphlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
@@ -21,15 +21,15 @@ LAYERS = (
     "cli",
     "__main__",
 )
-MAX_FILE_LINES = 600
-MAX_FUNCTION_LINES = 35
-MAX_POSITIONAL_ARGUMENTS = 6
+SCRIPT_FOLDERS = {"loop": {"loop"}, "codebert": {"loop", "codebert"}, "mnli": {"loop", "mnli"}}
+"""From which of these folders the files of each may import."""
 VAGUE_NAMES = {"utils.py", "helpers.py", "common.py", "misc.py"}
 
-PACKAGE_FILES = sorted((ROOT / "hf_comera").rglob("*.py"))
-SOURCE_FILES = PACKAGE_FILES + sorted((ROOT / "scripts").rglob("*.py"))
-LAYER_FILES = [path for path in PACKAGE_FILES if path != ROOT / "hf_comera" / "__init__.py"]
-ALL_FILES = SOURCE_FILES + sorted((ROOT / "tests").rglob("*.py"))
+# Where names of modules begin, and what lies there.
+TREES = {"hf_comera": ROOT, "benchmarks": ROOT, **dict.fromkeys(SCRIPT_FOLDERS, ROOT / "scripts")}
+LAYER_FILES = [path for path in sorted((ROOT / "hf_comera").rglob("*.py")) if path.parent != ROOT / "hf_comera"]
+LAYER_FILES += [path for path in (ROOT / "hf_comera").glob("*.py") if path.name != "__init__.py"]
+ALL_FILES = [path for name in ("hf_comera", "scripts", "benchmarks", "tests") for path in (ROOT / name).rglob("*.py")]
 
 
 def name_of(path: Path) -> str:
@@ -40,63 +40,101 @@ def layer_of(path: Path) -> str:
     return path.relative_to(ROOT / "hf_comera").parts[0].removesuffix(".py")
 
 
-def imported_modules(path: Path) -> list[tuple[int, str]]:
-    """Line and full name of everything that ``path`` imports, inside functions too."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def read(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported_modules(path: Path, *, for_types: bool = True) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything that ``path`` imports, inside functions too.
+
+    Args:
+        path: The file.
+        for_types: Also what is imported only where types are checked, which no run does.
+    """
+    queue: list[ast.AST] = [read(path)]
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.If) and not for_types and ast.unparse(node.test) == "TYPE_CHECKING":
+            queue += node.orelse
+            continue
+        queue += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name_of(path)}:{node.lineno} is a relative import; start it with hf_comera"
-            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
-    return found
+            assert node.level == 0, f"{name_of(path)}:{node.lineno} is a relative import; start it with the package"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def lines_without_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    first = function.body[0]
-    has_docstring = ast.get_docstring(function, clean=False) is not None
-    docstring_lines = first.end_lineno - first.lineno + 1 if has_docstring else 0
-    return function.end_lineno - function.lineno + 1 - docstring_lines
+def test_imports_point_left():
+    for path in LAYER_FILES:
+        assert layer_of(path) in LAYERS, f"{name_of(path)} is in no known folder; the order is {' -> '.join(LAYERS)}"
+        allowed = LAYERS[: LAYERS.index(layer_of(path)) + 1]
+        for line, module in imported_modules(path):
+            package, _, rest = module.partition(".")
+            if package == "hf_comera":
+                assert rest.partition(".")[0] in allowed, (
+                    f"{name_of(path)}:{line} imports {module}, but {layer_of(path)} may import only from {allowed}; "
+                    f"the order is {' -> '.join(LAYERS)}"
+                )
 
 
-@pytest.mark.parametrize("path", LAYER_FILES, ids=name_of)
-def test_imports_point_left(path):
-    assert layer_of(path) in LAYERS, f"{name_of(path)} is in no known folder; the order is {' -> '.join(LAYERS)}"
-    allowed = LAYERS[: LAYERS.index(layer_of(path)) + 1]
-    for line, module in imported_modules(path):
-        package, _, rest = module.partition(".")
-        if package == "hf_comera":
-            assert rest.partition(".")[0] in allowed, (
-                f"{name_of(path)}:{line} imports {module}, but {layer_of(path)} may import only from {allowed}; "
-                f"the order is {' -> '.join(LAYERS)}"
+def test_the_mathematics_needs_torch_only():
+    for path in (ROOT / "hf_comera" / "tt").rglob("*.py"):
+        for line, module in imported_modules(path):
+            package = module.partition(".")[0]
+            known = sys.stdlib_module_names | {"torch", "hf_comera"}
+            assert package in known, f"{name_of(path)}:{line} imports {module}"
+
+
+def test_library_and_scripts_import_nothing_beside_them():
+    """The library serves the scripts, and both serve the benchmarks; nothing of them knows who it serves."""
+    outside = {"benchmarks", "scripts", "tests"}
+    for path in ALL_FILES:
+        top, *rest = path.relative_to(ROOT).parts
+        if top == "scripts":
+            parts_of_others = SCRIPT_FOLDERS.keys() - SCRIPT_FOLDERS.get(rest[0], SCRIPT_FOLDERS.keys())
+        elif top == "hf_comera":
+            parts_of_others = SCRIPT_FOLDERS.keys()
+        else:
+            continue
+        for line, module in imported_modules(path):
+            assert module.partition(".")[0] not in outside | parts_of_others, (
+                f"{name_of(path)}:{line} imports {module}"
             )
 
 
-@pytest.mark.parametrize("path", [path for path in LAYER_FILES if layer_of(path) == "tt"], ids=name_of)
-def test_the_mathematics_needs_torch_only(path):
-    for line, module in imported_modules(path):
-        package = module.partition(".")[0]
-        assert package in sys.stdlib_module_names | {"torch", "hf_comera"}, f"{name_of(path)}:{line} imports {module}"
+def test_scripts_has_only_what_is_launched_at_its_top():
+    for path in (ROOT / "scripts").glob("*.py"):
+        launched = [
+            node for node in read(path).body if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
+        ]
+        assert launched, f"{name_of(path)} is not launched; it belongs into a folder of scripts/"
 
 
-@pytest.mark.parametrize("path", ALL_FILES, ids=name_of)
-def test_file_is_named_described_and_small(path):
-    text = path.read_text(encoding="utf-8")
-    assert path.name not in VAGUE_NAMES, f"{name_of(path)}: name the file after the one thing in it"
-    assert ast.get_docstring(ast.parse(text)), f"{name_of(path)}: the first line is a docstring that says its one job"
-    num_lines = text.count("\n")
-    assert num_lines <= MAX_FILE_LINES, f"{name_of(path)} has {num_lines} lines; split it by concept"
+def test_no_file_imports_itself_in_a_circle():
+    modules = {}
+    for top, base in TREES.items():
+        for path in (base / top).rglob("*.py"):
+            parts = path.relative_to(base).with_suffix("").parts
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+
+    def file_of(name: str) -> str:
+        """The module that holds a name; empty for that of another package."""
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        return name
+
+    graph = {
+        module: {file_of(name) for _, name in imported_modules(path, for_types=False)} - {module, ""}
+        for module, path in modules.items()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        raise AssertionError(f"imports run in a circle: {' <- '.join(error.args[1])}") from None
 
 
-@pytest.mark.parametrize("path", SOURCE_FILES, ids=name_of)
-def test_functions_are_short(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            where = f"{name_of(path)}:{node.lineno} {node.name}"
-            num_lines = lines_without_docstring(node)
-            assert num_lines <= MAX_FUNCTION_LINES, f"{where} has {num_lines} lines without its docstring; split it"
-            positional = [argument.arg for argument in node.args.posonlyargs + node.args.args]
-            num_positional = len([name for name in positional if name not in {"self", "cls", "ctx"}])
-            if any("custom_op" in ast.unparse(decorator) for decorator in node.decorator_list):
-                continue  # its arguments are the schema of an operator
-            assert num_positional <= MAX_POSITIONAL_ARGUMENTS, f"{where} takes {num_positional} positional arguments"
+def test_files_are_named_and_described():
+    for path in ALL_FILES:
+        assert path.name not in VAGUE_NAMES, f"{name_of(path)}: name the file after the one subject in it"
+        assert ast.get_docstring(read(path)), f"{name_of(path)}: the first line is a docstring that says its subject"

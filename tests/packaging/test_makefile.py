@@ -29,3 +29,12 @@ def test_kernels_run_under_every_tool_of_the_sanitizer():
         assert "-m gpu tests/kernels" in line
     # torch's cache would hide where a tensor ends, and that its memory was never written
     assert ["PYTORCH_NO_CUDA_MEMORY_CACHING=1" in line for line in lines] == [True, True, False, False]
+
+
+def test_every_benchmark_of_speed_is_run_and_all_that_are_named_exist():
+    (line,) = [line for line in commands("bench") if line.lstrip().startswith("set -e; for name in ")]
+    named = set(line.partition(" in ")[2].partition(";")[0].split())
+    folder = Path(__file__).parents[2] / "benchmarks"
+    assert not [name for name in named if not (folder / f"{name.replace('.', '/')}.py").is_file()]
+    speed = {f"speed.{path.stem}" for path in (folder / "speed").glob("*.py")} - {"speed.__init__"}
+    assert speed - {"speed.readme_table"} <= named

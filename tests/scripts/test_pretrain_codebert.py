@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import pretrain_codebert
-import run_start
-import train_loop
+from codebert.settings import DEMO_CORE_RATIO
 from hf_comera import is_comera_model
-from pretrain_settings import DEMO_CORE_RATIO
+from loop import launch as loop_launch
+from loop import train
 from tests.scripts.device_reads import forbid_waiting
 
 TINY = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,hidden_dropout_prob=0.1"
@@ -59,14 +59,14 @@ def elsewhere(arguments, tmp_path):
 
 def interrupt_after(monkeypatch, step, number=signal.SIGINT):
     """Send this process a signal in the middle of a step."""
-    take_step = train_loop.optimizer_step
+    take_step = train.optimizer_step
 
     def step_and_signal(run, batches):
         if run.step == step - 1:
             os.kill(os.getpid(), number)
         take_step(run, batches)
 
-    monkeypatch.setattr(train_loop, "optimizer_step", step_and_signal)
+    monkeypatch.setattr(train, "optimizer_step", step_and_signal)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -171,7 +171,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize(("given", "kept"), COMMANDS)
 def test_command_to_resume_drops_how_the_run_began(given, kept):
-    assert run_start.without_resume(given) == kept
+    assert loop_launch.without_resume(given) == kept
 
 
 @pytest.mark.slow
@@ -197,6 +197,6 @@ def test_two_processes_train_together_and_resume(arguments, tmp_path):
 
 
 def test_no_step_waits_for_the_device(arguments, monkeypatch):
-    steps = forbid_waiting(monkeypatch, train_loop)
+    steps = forbid_waiting(monkeypatch, train)
     assert pretrain_codebert.main([*arguments, "--logging_steps", "3", "--max_grad_norm", "0.5"]) == 0
     assert steps == list(range(1, 9))

@@ -14,9 +14,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-import train_loop
 import train_mnli
 from hf_comera import is_comera_model, size_report
+from loop import train
 from tests.scripts.device_reads import forbid_waiting
 
 TINY = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,initializer_range=0.2"
@@ -132,14 +132,14 @@ def test_every_pair_is_counted_in_the_accuracy(arguments, tmp_path):
 
 def interrupt_after(monkeypatch, step):
     """Send this process Ctrl-C in the middle of a step."""
-    take_step = train_loop.optimizer_step
+    take_step = train.optimizer_step
 
     def step_and_signal(run, batches):
         if run.step == step - 1:
             os.kill(os.getpid(), signal.SIGINT)
         take_step(run, batches)
 
-    monkeypatch.setattr(train_loop, "optimizer_step", step_and_signal)
+    monkeypatch.setattr(train, "optimizer_step", step_and_signal)
 
 
 def test_interrupted_run_resumes_number_for_number(arguments, tmp_path, monkeypatch, capsys):
@@ -177,7 +177,7 @@ def test_ranks_are_trained_and_resumed_across_cuts(arguments, tmp_path, monkeypa
     arguments = [*arguments, "--target_core_ratio", "0.4", "--eval_steps", "2"]
     shown, tracked = [], []
     with monkeypatch.context() as patch:
-        patch.setattr("train_loop.tqdm.set_postfix", lambda bar, names, **options: shown.append(names))
+        patch.setattr("loop.train.tqdm.set_postfix", lambda bar, names, **options: shown.append(names))
         patch.setattr("accelerate.Accelerator.log", lambda accelerator, names, **options: tracked.append(names))
         assert train_mnli.main([*changed(arguments, "output_dir", tmp_path / "whole")]) == 0
     assert {"loss", "held-out", "stage", "ranks", "parameters", "size"} <= shown[-1].keys()
@@ -271,6 +271,6 @@ def test_two_processes_count_each_pair_once(arguments, tmp_path):
 
 
 def test_no_step_waits_for_the_device(arguments, monkeypatch):
-    steps = forbid_waiting(monkeypatch, train_loop)
+    steps = forbid_waiting(monkeypatch, train)
     assert train_mnli.main([*arguments, "--logging_steps", "3", "--max_grad_norm", "0.5"]) == 0
     assert steps == list(range(1, 9))

@@ -1,0 +1,1 @@
+"""The memory that a training takes, by policy and by method."""

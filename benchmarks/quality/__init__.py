@@ -1,0 +1,1 @@
+"""How well tensor-train models learn, against dense ones, on real data."""

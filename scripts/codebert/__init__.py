@@ -1,0 +1,1 @@
+"""The parts of ``pretrain_codebert.py``."""
