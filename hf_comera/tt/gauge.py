@@ -37,8 +37,8 @@ __all__ = [
 # Shapes here: r_k = ranks, n_k = middle axes of the cores (one or more).
 
 
-# Of the largest eigenvalue, or singular value: weaker directions are taken as so strong, which keeps the change of
-# basis invertible, in float64, where cores do not use all their ranks.
+# Part of the largest eigenvalue, or singular value, that weaker directions are raised to. So the change of basis stays
+# invertible, in float64, where cores do not use all their ranks.
 FLOOR = 1e-10
 
 
@@ -50,8 +50,8 @@ def canonical_bases(cores: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]
         descending; all in float64.
 
     Source:
-        Vidal, "Efficient classical simulation of slightly entangled quantum computations", 2003: the canonical form of
-        a train, whose diagonal matrices between cores are these singular values; here they are split between both.
+        Vidal, "Efficient classical simulation of slightly entangled quantum computations", 2003. The diagonal matrices
+        between cores of that canonical form are these singular values; here they are split between both neighbours.
     """
     flat = [core.detach().double().flatten(1, -2) for core in cores]
     left, right = interface_grams(flat)
@@ -94,8 +94,8 @@ def _roots(gram: Tensor) -> tuple[Tensor, Tensor]:
 # Shapes here: ... = any leading axes (trains of equal shapes), K = cores, r_k = ranks, n_k = factors.
 
 
-# Part of the mean that is added to the spectrum of an interface: a direction in which the other cores are almost zero
-# would otherwise ask for an almost infinite step.
+# Part of the mean that is added to the spectrum of an interface. Without it, a direction in which the other cores are
+# almost zero would ask for an almost infinite step.
 DAMPING = 1e-3
 
 
@@ -174,11 +174,11 @@ def to_core(step: Tensor, left: Factor, right: Factor) -> Tensor:
 def remove_gauge(
     gradient: Tensor, core: Tensor, outer: Factor, *, on_left: bool, live: Tensor | None = None
 ) -> Tensor:
-    """Take out of a core's gradient what the neighbour towards the centre can do as well.
+    """Take out of a core's gradient the directions that the neighbour towards the centre shares.
 
-    What only mixes the ranks of the bond towards the centre, ``core -> core X``, the next core can take over: both
-    would move the matrix in the same direction. With that part left to one core, the centre, the directions of all
-    cores are orthogonal.
+    A step that only mixes the ranks of the bond towards the centre, ``core -> core X``, can be left to the next core:
+    both would move the matrix in the same direction. With that part left to one core, the centre, the directions of
+    all cores are orthogonal.
 
     Args:
         gradient: In the orthogonal gauge, ``(..., r_{k-1}, n_k, r_k)``.

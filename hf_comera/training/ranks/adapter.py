@@ -81,9 +81,9 @@ class RankAdapter:
             optimizer.zero_grad()
         adapter.finish()
 
-    Gates are moved by the optimizer for the loss, and by a proximal step for the size. At every cut the bonds are put
-    into their canonical bases, where ranks are orthogonal and sorted and gates are folded into them; then dead ranks
-    are cut and, where a size is wanted, the least important ones (:func:`rank_importance`).
+    Gates are moved by the optimizer for the loss, and by a proximal step for the size. At every pruning the bonds are
+    put into their canonical bases, where ranks are orthogonal and sorted, and gates are folded. Then dead ranks are
+    pruned and, where a size is wanted, the least important ones (:func:`rank_importance`).
 
     Args:
         model: A compressed model with rank gates (:func:`hf_comera.training.add_rank_gates`), bare or in DDP.
@@ -92,8 +92,8 @@ class RankAdapter:
         total_steps: Optimizer steps of the whole training.
 
     Raises:
-        ValueError: If gates are missing in the model or the optimizer, are decayed, the stages do not fit into the
-            training, or the wanted size cannot be reached; the smallest possible one is named.
+        ValueError: If gates are missing in the model or the optimizer, or are decayed. Also if the stages do not fit
+            into the training, or the wanted size cannot be reached; the smallest possible one is named.
 
     Source:
         CoMERA, arXiv:2405.14377 (gates, stages, size objective); cuts in canonical bases are ours.
@@ -273,8 +273,8 @@ class RankAdapter:
 
         The proximal step of the size objective on all gates, and of the squared norm on the cores.
 
-        What is shrunk are the singular values over the largest of their bond: those of the last cut, times the gates.
-        So weak ranks reach zero long before strong ones; none faster than the optimizer could hold it for the loss.
+        The step shrinks the singular values of the last pruning times the gates, over the largest of their bond. So
+        weak ranks reach zero long before strong ones; none faster than the optimizer could hold it for the loss.
         """
         if self.stage == "final" or not self.table.gates:
             return

@@ -97,8 +97,8 @@ class RankAdaptation:
     """Steps between two cuts, likewise."""
 
     gamma: float = 0.05
-    """Pressure on the gates in the early stage: at first an average gate falls by ``gamma`` times its learning rate a
-    step, later singular values, over the largest of their bond, do."""
+    """Pressure on the gates in the early stage. At first an average gate falls by ``gamma`` times its learning rate a
+    step; later singular values do, over the largest of their bond."""
 
     beta: float = 0.0
     """Weight of the cores' squared norm: cores shrink by ``beta`` times the gates' learning rate a step."""
@@ -146,7 +146,7 @@ class RankAdaptation:
         if self.wanted_loss is not None and not (_is_number(self.wanted_loss) and self.wanted_loss != 0):
             raise ValueError(
                 f"wanted_loss={self.wanted_loss!r} must be a finite number other than zero, since losses are compared "
-                "relative to it; for example 0.8, or None for the loss at the end of the early stage."
+                "relative to it. Use 0.8, for example, or None for the loss at the end of the early stage."
             )
         for name in ("gamma", "beta", "pressure", "rho"):
             value = getattr(self, name)
