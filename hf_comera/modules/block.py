@@ -1,6 +1,6 @@
-"""What blocks share: a block fuses the layers of a module, whose class it exchanges for a subclass in place.
+"""The base class of blocks. A block fuses the layers of a module, whose class it exchanges for a subclass in place.
 
-A block knows a module by the text of its forward, so it serves every architecture that has the same text, and none
+A block knows a module by the text of its forward. So it serves every architecture that has the same text, and none
 whose forward a release of Transformers has changed.
 """
 
@@ -43,7 +43,7 @@ class Block:
         raise NotImplementedError
 
     title: ClassVar[str]
-    """What the block is called."""
+    """The name of the block."""
 
     @property
     def is_complete(self) -> bool:

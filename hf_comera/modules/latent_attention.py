@@ -505,7 +505,7 @@ def _cache(options: dict[str, Any]) -> Any:
 
 
 def _begun(module: Any, options: dict[str, Any]) -> Any:
-    """What the cache already holds for this module, if anything."""
+    """The layer of the cache for this module, if it already holds tokens."""
     cache, index = _cache(options), getattr(module, "layer_idx", None)
     if cache is None or index is None or index >= len(cache.layers):
         return None

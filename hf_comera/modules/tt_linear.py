@@ -118,7 +118,7 @@ class TTLinear(TensorTrainModule):
         return planner.prefers_dense(self.in_features, self.out_features, padded_rank(self.middle_rank))
 
     def _dense_product(self, x: Tensor) -> Tensor:
-        """What the layer computes along the dense path; its matrix is kept where nothing trains."""
+        """The output along the dense path; its matrix is cached where nothing trains."""
         dtype = autocast_dtype(x)
         if torch.is_grad_enabled() or not can_keep(self.tt_parameters()):
             return dense_linear(x, *self.halves(dtype), self.bias)

@@ -69,13 +69,14 @@ def kept_share(dropout: float) -> float:
 
 
 def draw_kept(shape: Sequence[int], dropout: float, device: torch.device | str = "cpu") -> Tensor:
-    """What is kept of a tensor of this shape; drawn by torch's generator of the device, on a CPU from a seed of it.
+    """The bits of kept entries for a tensor of this shape, drawn by torch's generator of the device, on a CPU from its
+    seed.
 
     Shape:
         ``(..., ceil(n / 8))`` for ``(..., n)``, uint8; the lowest bit of a byte comes first.
     """
     if torch.device(device).type == "cpu":
-        # the bits follow from the seed: whoever computes again may draw the seed alone, and has kept the bits
+        # the bits follow from the seed: recomputation draws the seed alone, and has saved the bits
         return _draw_kept(torch.randint(2**63 - 1, (), device="cpu"), list(shape), float(dropout))
     *rows, last = shape
     width = -(-last // 8)

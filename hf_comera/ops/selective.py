@@ -1,6 +1,6 @@
 """Selective checkpointing: a function whose cheap results are computed again in backward, and the others kept.
 
-Source: selective recomputation: Korthikanti et al., arXiv:2205.05198, section 5; what is kept is chosen as for
+Source: selective recomputation: Korthikanti et al., arXiv:2205.05198, section 5. The saved results are chosen as for
 ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 """
 

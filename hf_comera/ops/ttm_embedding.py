@@ -45,8 +45,8 @@ __all__ = [
     "ttm_project",
 ]
 
-# Shapes here: A, B = rows of the left and right table, H, K = hidden factors of the left and right, R = middle rank,
-# so that the padded vocabulary is A * B and the padded hidden size H * K.
+# Shapes here: A, B = rows of the left and right table, H, K = hidden factors of the left and right, R = middle rank.
+# The padded vocabulary is A * B and the padded hidden size H * K.
 
 
 class HalfTables(NamedTuple):
