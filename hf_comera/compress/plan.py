@@ -1,4 +1,4 @@
-"""What becomes what: a printable plan of a compression, made before a weight moves."""
+"""Which layer becomes what: a printable plan of a compression, made before a weight moves."""
 
 import dataclasses
 import functools
@@ -262,7 +262,7 @@ def _recorded_layers(model: nn.Module, recorded: dict[str, dict[str, Any]]) -> l
 
 
 def _recorded_layer(name: str, module: nn.Module, entry: dict[str, Any]) -> LayerPlan:
-    """What an entry, which is sound in itself, makes of ``module``."""
+    """The layer that an entry, which is sound in itself, makes of ``module``."""
     if type(module) not in COMPRESSIBLE_TYPES or (type(module) is nn.Embedding) == (entry["kind"] == "tt_linear"):
         raise ValueError(
             f"config.json lists {name!r} with kind={entry['kind']!r}, but it is a {type(module).__name__} in this "
