@@ -160,7 +160,7 @@ def plan(model: nn.Module, config: ComeraConfig) -> CompressionPlan:
     if any(isinstance(module, CompressedLayer) for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} already holds compressed layers. Call model.merge_and_unload() first to "
-            "compress it anew, or load the dense checkpoint."
+            "compress it again, or load the dense checkpoint."
         )
     if config.layers is None:
         names = _without_shared(model, select_layers(model, config), config)

@@ -126,7 +126,7 @@ class ComeraQuantizer(HfQuantizer):
         return attach(model, self.quantization_config, self.errors)
 
     def _refuse_missing(self, model: PreTrainedModel) -> None:
-        """A layer that the record lists must have come whole: nothing else of a compressed model is drawn anew."""
+        """A layer that the record lists must have come whole: nothing else of a compressed model is drawn again."""
         if not self.missing:
             return
         names = [name for name, module in model.named_modules() if any(module is lost for lost in self.missing)]

@@ -114,7 +114,7 @@ class TTLinear(TensorTrainModule):
 
     @property
     def prefers_dense(self) -> bool:
-        """Whether the layer takes the dense path: a matter of sizes and ranks, so decided anew after each cut."""
+        """Whether the layer takes the dense path: a matter of sizes and ranks, so decided again after each pruning."""
         return planner.prefers_dense(self.in_features, self.out_features, padded_rank(self.middle_rank))
 
     def _dense_product(self, x: Tensor) -> Tensor:

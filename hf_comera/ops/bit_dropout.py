@@ -26,7 +26,7 @@ def decode_bits(bits: Tensor, value: Tensor) -> Tensor:
     Shape:
         bits ``(..., n)``, uint8, the lowest bit of a byte first; value ``()`` -> ``(..., 8 * n)``.
     """
-    # made anew, in microseconds: one kept since a CUDA graph was captured would not outlive the graph
+    # made for each call, in microseconds: one kept since a CUDA graph was captured would not outlive the graph
     places = torch.arange(8, device=bits.device)
     truths = torch.arange(256, device=bits.device)[:, None].bitwise_right_shift(places).bitwise_and_(1)
     table = torch.where(truths.bool(), value, torch.zeros_like(value))

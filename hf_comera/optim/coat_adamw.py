@@ -456,7 +456,7 @@ def _check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"A parameter is {parameter.dtype}; moments are kept in E4M3, which is real. Use AdamW.")
         if any(placement.is_shard() and placement.dim != 0 for placement in getattr(parameter, "placements", ())):
             raise ValueError(
-                f"A parameter is sharded as {parameter.placements}, which may cut groups of its moments. Shard it "
+                f"A parameter is sharded as {parameter.placements}, which may divide groups of its moments. Shard it "
                 "along axis 0, the default of fully_shard."
             )
 

@@ -245,7 +245,7 @@ class TTMuonState(dict[str, Any]):
         raise ValueError(
             "The checkpoint has the state of TTMuon, the optimizer of ComeraTrainer, and another optimizer was to "
             "load it, say that of a plain Trainer. Resume with ComeraTrainer, or load the weights by from_pretrained "
-            "and start anew."
+            "and start from step 0."
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

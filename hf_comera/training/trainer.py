@@ -257,7 +257,7 @@ TRAINER_STATE = "trainer_state.json"
 STATES = {"optimizer.pt": "*optimizer*", "scheduler.pt": "scheduler.pt", "rng_state.pth": "rng_state*.pth"}
 """State that a training resumes from besides weights and step, and its file names; sharded optimizers are folders."""
 
-_ANEW = "Start anew, from weights that are there by from_pretrained: trainer.train()."
+_START_OVER = "Start from step 0, with existing weights by from_pretrained: trainer.train()."
 
 
 def checkpoint_to_resume(trainer: Any, wanted: str | os.PathLike[str] | bool | None) -> str | bool | None:
@@ -336,7 +336,8 @@ def _newest(folder: Path, flaw: Any, told: Any) -> Path | None:
     newest, flaws = newest_whole(folder, flaw)
     if newest is None and flaws:
         raise ValueError(
-            f"resume_from_checkpoint=True: no checkpoint in {folder} can be resumed from. {'; '.join(flaws)}. {_ANEW}"
+            f"resume_from_checkpoint=True: no checkpoint in {folder} can be resumed from. {'; '.join(flaws)}. "
+            f"{_START_OVER}"
         )
     for found in flaws:
         told("Passed over, since %s. Training goes on from %s.", found, newest)
@@ -349,4 +350,4 @@ def _way_out(checkpoint: Path, flaw: Any) -> str:
     before, _ = newest_whole(checkpoint.parent, flaw, below=checkpoint_step(checkpoint) if is_numbered else None)
     if before is not None:
         return f"The newest whole one before it: resume_from_checkpoint={str(before)!r}."
-    return f"None before it is whole. {_ANEW}"
+    return f"None before it is whole. {_START_OVER}"

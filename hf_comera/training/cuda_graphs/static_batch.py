@@ -69,7 +69,7 @@ class PaddingBuckets:
         if name not in self.pad_values:
             raise ValueError(
                 f"The batch has {name!r} of shape {tuple(tensor.shape)}, and how to pad it is not known. Give "
-                f"pad_values={{{name!r}: 0}} with what belongs behind a sequence, or {{{name!r}: None}} if its second "
+                f"pad_values={{{name!r}: 0}} with the value that pads a sequence, or {{{name!r}: None}} if its second "
                 "axis is no sequence."
             )
         return self.pad_values[name] is None

@@ -52,8 +52,8 @@ class GraphedStep:
     A step is the forward and backward pass, clipping, ``adapter.before_step``, the step of the optimizer,
     ``adapter.after_step`` and ``zero_grad``; call none of these yourself. The first steps of each shape run as usual,
     on the stream that is recorded later: they are real steps, so nothing has to be put back afterwards. Learning
-    rates are read anew for each step. A cut of ranks, the next stage of rank adaptation and a loaded optimizer state
-    have graphs recorded anew.
+    rates are read for each step. Pruning, the next stage of rank adaptation and a loaded optimizer state
+    have graphs recorded again.
 
     The step runs as usual on a CPU, with an optimizer that cannot be recorded, and after a recording that failed. So
     it does for a batch with fewer rows than others, and for a sequence longer than the largest bucket. Each reason is
@@ -141,7 +141,7 @@ class GraphedStep:
         return loss
 
     def reset(self) -> None:
-        """Let go of all graphs and of the size of batches; steps are recorded anew, after some that warm up."""
+        """Let go of all graphs and of the size of batches; steps are recorded again, after some that warm up."""
         self._plans.clear()
         self._largest_rows = 0
         if self._capture is not None:

@@ -341,7 +341,7 @@ def check_state(state: dict[str, Any], keys: AbstractSet[str], settings: RankAda
     if state["total_steps"] != total_steps:
         raise ValueError(
             f"total_steps={total_steps}, but the training to resume was one of {state['total_steps']}, and its stages "
-            "were laid out for them. Resume with as many steps, or start anew from its weights."
+            "were laid out for them. Resume with as many steps, or start from step 0 with its weights."
         )
     if "settings" not in state:
         logger.warning("The state of rank adaptation does not say its settings. Training goes on with %s.", settings)

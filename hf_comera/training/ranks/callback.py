@@ -177,6 +177,6 @@ class ComeraCallback(TrainerCallback, ExportableState):
         if saved is None:
             raise ValueError(
                 f"The checkpoint of step {state.global_step} was written without rank adaptation, so its stages "
-                "cannot be resumed. Start anew from its weights: from_pretrained, then train without resuming."
+                "cannot be resumed. Start from step 0 with its weights: from_pretrained, then train without resuming."
             )
         return saved  # type: ignore[no-any-return]

@@ -131,7 +131,7 @@ def _check_held(optimizer: torch.optim.Optimizer, slicers: Mapping[nn.Parameter,
             if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
                 raise ValueError(
                     f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name} of shape "
-                    f"{tuple(parameter.shape)}, which cannot be cut along with it. Use an optimizer whose state has "
+                    f"{tuple(parameter.shape)}, which cannot be sliced with it. Use an optimizer whose state has "
                     "the shapes of the parameters, for example TTMuon(model) or AdamW."
                 )
 
