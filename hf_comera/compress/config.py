@@ -50,7 +50,7 @@ class ComeraConfig(QuantizationConfigMixin):
 
     embedding_num_factors: int | None = None
     """Factors of an embedding's vocabulary and hidden size: as many cores. None: four, or one with
-    ``embedding_width``, whose narrow table is then plain; with more it is a train of TTM cores itself."""
+    ``embedding_width``, whose narrow table is then plain; with more it is held as TTM cores itself."""
 
     embedding_width: int | None = None
     """Factorise embeddings in place of TTM cores: a narrow table of so many columns, and a projection to the hidden

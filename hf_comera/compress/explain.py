@@ -252,8 +252,8 @@ def _about_paths(model: nn.Module, rows: Sequence["LayerGroupCost"]) -> Iterator
     dense = [row.label for row in rows if row.path == "dense"]
     if dense:
         yield (
-            f"The dense matrix, built from the train, is the soonest way: {'; '.join(dense)}. At these ranks a train "
-            "saves parameters at best, not time; lower the rank for speed."
+            f"The dense matrix, built from the cores, is the fastest way: {'; '.join(dense)}. At these ranks a tensor "
+            "train saves parameters at best, not time; lower the rank for speed."
         )
     slow = [row.label for row in rows if row.path == "low-rank" and row.flops > row.dense_flops]
     if slow:

@@ -294,7 +294,7 @@ def _shared_weights(model: nn.Module) -> list[tuple[str, str]]:
 def _without_shared(model: nn.Module, names: list[str], config: ComeraConfig) -> list[str]:
     """``names`` without layers that share a weight in a way that cores cannot; these stay dense.
 
-    Two trains cannot share a weight, so linear layers that do stay dense. An embedding shares its cores with plain
+    Tensor trains cannot share a weight, so linear layers that do stay dense. An embedding shares its cores with plain
     heads and embeddings only: one that scales its rows, say, would lose the scale.
     """
     pairs = _shared_weights(model)

@@ -80,7 +80,7 @@ class CompressedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, lazily: nothing is built until somebody computes with it."""
+        """The dense weight, lazily: nothing is built until code computes with it."""
         if torch.compiler.is_compiling():  # the proxy cannot be traced; an unused dense matrix is dead code there
             return self.dense()
         return lazy_weight(self)

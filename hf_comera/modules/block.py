@@ -106,7 +106,7 @@ def layer_refusal(layers: Iterable[Any]) -> str | None:
 
 
 def is_watched(part: Any) -> bool:
-    """Whether somebody is to be called with what ``part``, a module or a function, is given or gives."""
+    """Whether a hook watches the input or output of ``part``, a module or a function."""
     if not isinstance(part, nn.Module):
         return False
     if "forward" in part.__dict__ or hasattr(part, "_hf_hook"):

@@ -218,7 +218,7 @@ class HandOn(nn.Module):
 
 
 class DeferredLogits:
-    """Logits that are computed when somebody reads them, with the gradient mode of the reader.
+    """Logits that are computed when they are read, with the gradient mode of the reader.
 
     Args:
         head: From hidden states to logits.

@@ -63,7 +63,7 @@ class TTLinear(TensorTrainModule):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.transposed = in_features, out_features, transposed
-        # the largest factors go to the ends of the train, where one neighbouring rank is 1 and entries are cheap
+        # the largest factors go to the two ends, where one neighbouring rank is 1 and entries are cheap
         self.in_factors = tuple(in_factors or factorize(in_features, 3)[::-1])
         self.out_factors = tuple(out_factors or factorize(out_features, 3))
         check_factors("in_factors", self.in_factors, in_features)

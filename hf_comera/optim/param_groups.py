@@ -62,7 +62,7 @@ def comera_param_groups(
 
     Source:
         Rates per factor of structured matrices: Qiu et al., arXiv:2406.06248; bounding the step of the product:
-        arXiv:2602.12429. The rates for trains of any length are ours.
+        arXiv:2602.12429. The rates for tensor trains of any length are ours.
     """
     check_rate_and_decay(lr, weight_decay, gate_lr)
     groups: dict[tuple[float, float], dict[str, Any]] = {}

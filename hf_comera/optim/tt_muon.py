@@ -58,9 +58,9 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 WORTH_A_FAMILY = 2**16
-"""Entries of padding that have to be saved for trains to be stepped apart.
+"""Entries of padding that have to be saved for tensor trains to be stepped apart.
 
-Padding costs arithmetic, a family of its own costs launches. On a CPU both are about even here (docs/decisions.md).
+Padding costs arithmetic, a group of its own costs launches. On a CPU both are about even here (benchmarks/NOTES.md).
 """
 
 Shape = tuple[int, int, int]
@@ -381,7 +381,7 @@ class TTMuon(torch.optim.Optimizer):
             found[key, shapes] = self._shape_groups.get((key, shapes)) or shape_groups(tensor_trains)
             for members, shape_group in found[key, shapes]:
                 self._step_shape_group(shape_group, [tensor_trains[index] for index in members], group)
-        self._shape_groups = found  # without those of ranks that have been cut since
+        self._shape_groups = found  # without groups of ranks that have been pruned since
 
     def _step_shape_group(self, shape_group: ShapeGroup, tensor_trains: list[TTCores], group: dict[str, Any]) -> None:
         """Step trains of equal factors together."""

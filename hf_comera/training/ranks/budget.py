@@ -293,4 +293,6 @@ def warn_of_small_model(model: nn.Module, table: BondTable, budget: int | None) 
     if budget is not None and budget >= cores:
         size = ungated_parameters(model)
         wanted = size - cores + budget
-        logger.warning("No rank will be cut: %s parameters, no more than the wanted %s.", f"{size:,}", f"{wanted:,}")
+        logger.warning(
+            "No rank will be pruned: %s parameters, no more than the wanted %s.", f"{size:,}", f"{wanted:,}"
+        )

@@ -37,7 +37,7 @@ def gated_layers(model: nn.Module) -> dict[str, TensorTrainModule]:
 
 @dataclass(frozen=True)
 class BondTable:
-    """Where every gate of a model sits, as index tensors on the device of the gates; valid until ranks are cut.
+    """Where every gate of a model sits, as index tensors on the device of the gates; valid until ranks are pruned.
 
     A *norm* is one number per bond (live gates, or their absolute sum), with a one appended that stands for the outer
     bonds of all layers, which have rank 1.
@@ -189,7 +189,7 @@ def relaxed_size(table: BondTable, gates: Tensor) -> Tensor:
 
 
 def exact_size(table: BondTable, gates: Tensor) -> Tensor:
-    """``S``: the same with the number of gates that are not zero; entries of all cores once those ranks are cut."""
+    """``S``: the same with the number of gates that are not zero; entries of all cores once those ranks are pruned."""
     return table.size(table.norms((gates != 0).float()))
 
 

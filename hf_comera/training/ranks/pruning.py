@@ -98,7 +98,7 @@ def drop_removed_when_loading(optimizer: torch.optim.Optimizer) -> None:
 def _slicers(
     name: str, layer: TensorTrainModule, indices: Sequence[Tensor]
 ) -> dict[nn.Parameter, tuple[nn.Module, str, Slicer]]:
-    """How each core and gate of a layer is cut."""
+    """How each core and gate of a layer is sliced."""
     if len(indices) != layer.num_cores - 1:
         raise ValueError(
             f"kept[{name!r}] has {len(indices)} entries, but the layer has {layer.num_cores - 1} inner bonds. Give "
