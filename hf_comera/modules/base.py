@@ -6,7 +6,7 @@ would build the matrix that tensor-train form exists to avoid. Real uses (``F.li
 fused losses) get the dense matrix, and gradients flow back to the cores.
 
 An edit of the weight would change that matrix and no core. Initialisers that ask for a deviation draw new cores, and a
-factor goes into a core (RWKV divides weights); every other edit is refused with the way to do it, also of views of the
+factor goes into a core (RWKV divides weights). Every other edit is refused with the way to do it, also of views of the
 matrix (``layer.weight[0].zero_()``).
 """
 

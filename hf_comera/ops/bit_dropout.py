@@ -1,7 +1,7 @@
 """Dropout that keeps its mask in bits: drawn several entries at a time, saved as one bit an entry.
 
-torch draws one number an entry, in one thread, and keeps a mask as large as what it masks; on a CPU that is a large
-part of the training step of a compressed model, and of what it saves for backward.
+torch draws one number an entry, in one thread, and saves a mask as large as its input. On a CPU that is a large part
+of the training step of a compressed model, and of its memory for backward.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,10 @@ def pack_bits(truths: Tensor) -> Tensor:
 
 
 _LEVELS = 1 << 16
-"""Values of a random number: the rate is rounded to multiples of 1 / 65536, and what is kept is scaled accordingly."""
+"""Values of a random number: the rate is rounded to multiples of 1 / 65536, and kept entries are scaled accordingly.
+
+With 8 bits instead of 16 a rate of 0.1 would become 0.102.
+"""
 
 # Entries from which on it has been faster; below, more calls cost more than torch's draws.
 MIN_NUMEL = 1 << 16
@@ -110,6 +113,7 @@ def kept_factors(bits: Tensor, size: int, value: float, dtype: torch.dtype) -> T
     Shape:
         bits ``(..., ceil(size / 8))`` -> ``(..., size)``.
     """
+    # floats, not bools: a product with a mask of bools took over three times as long (benchmarks/NOTES.md)
     return decode_bits(bits, torch.tensor(value, dtype=dtype, device=bits.device))[..., :size]
 
 

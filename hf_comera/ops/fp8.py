@@ -1,7 +1,7 @@
 """FP8 values in groups with a scale each: optimizer states with expanded range, and activations saved for backward.
 
-The two forms of COAT's mixed granularity: what norms and activation functions take is stored by group, as single
-channels of it are far larger than others; what products take is stored by tensor.
+The two forms are COAT's mixed granularity. Inputs of norms and activation functions are stored by group, since some of
+their channels are far larger than others. Inputs of products are stored by tensor.
 
 Source: COAT, arXiv:2410.19313, section 5. It makes these tensors in the kernels that compute them and multiplies in
 FP8; here they are only stored so.

@@ -11,9 +11,9 @@ torch has no fused kernel with dropout on a CPU. There a few rows of scores at a
 processor's cache, and made once more in backward. The saved tensors are as wide as a latent, as in flash attention,
 but for one bit a score that tells whether dropout keeps it.
 
-Source: absorbed projections: DeepSeek-V2, arXiv:2405.04434, section 2.1; one key and value for all heads: Shazeer,
-arXiv:1911.02150; sums of softmax's gradient over a row as the product of
-output and gradient: Dao et al., arXiv:2205.14135.
+Source: absorbed projections: DeepSeek-V2, arXiv:2405.04434, section 2.1. One key and value for all heads: Shazeer,
+arXiv:1911.02150. Sums of softmax's gradient over a row as the product of output and gradient: Dao et al.,
+arXiv:2205.14135.
 """
 
 from collections.abc import Iterator, Sequence

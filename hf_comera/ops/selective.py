@@ -44,7 +44,10 @@ _ATTENTIONS = {
 _PRODUCTS = {aten.mm.default, aten.addmm.default}
 
 _CHEAP = 4
-"""A product whose inner size is this many times smaller than its rows are wide is cheap to make again."""
+"""A product whose inner size is this many times smaller than its rows are wide is cheap to recompute.
+
+It is a product with a right half; a dense feed-forward layer widens four times at most.
+"""
 
 
 def recomputed(

@@ -163,6 +163,7 @@ def store_moment(flat: FlatGroups, key: str, groups: Tensor, states: Sequence[di
 def _empty_moment(key: str, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
     """A moment of zero."""
     local, is_whole = local_part(parameter), layout.is_whole
+    # not float8_e4m3fn: not every collective and saver takes it
     dtype = torch.uint8 if layout.is_quantised else torch.promote_types(parameter.dtype, torch.float32)
     codes = local.new_zeros(parameter.shape if is_whole else local.shape, dtype=dtype)
     moment = {key: _placed(codes, parameter, parameter.shape, is_whole=is_whole)}

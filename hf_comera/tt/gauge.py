@@ -1,15 +1,15 @@
 """Gauges of a tensor train: cores that stand for the same matrix, the canonical ones, and steps free of the choice.
 
-The canonical basis. Across bond k the implied tensor is a matrix ``U V``: ``U`` what the cores on the left stand for,
-``V`` those on the right. In the canonical basis ``U = P S^(1/2)`` and ``V = S^(1/2) Q`` with orthonormal ``P, Q`` and
-the singular values ``S`` of that matrix: no rank can be had from the others, so what each is worth can be told. The
-change of basis is exact, every bond has one of its own, and the Gram matrices of the interfaces are enough to find it.
+The canonical basis. Across bond k the implied tensor is a matrix ``U V``: ``U`` is the product of the cores on the
+left, ``V`` of the cores on the right. In the canonical basis ``U = P S^(1/2)`` and ``V = S^(1/2) Q`` with orthonormal
+``P, Q`` and the singular values ``S`` of that matrix. No rank is a mixture of others, so each has a worth. The change
+of basis is exact, every bond has one of its own, and the Gram matrices of the interfaces are enough to find it.
 
 Steps on single cores. The implied tensor is ``left interface * core * right interface``, where the interfaces are the
-products of the cores on either side. Where both are isometries (the orthogonal gauge centred at that core), a step on
+products of the cores on either side. In the orthogonal gauge centred at that core both are isometries. There a step on
 the core is a step of equal size on the matrix, and the core's gradient is the gradient of the matrix, projected. A
-tensor train can be in that gauge for one core at a time; but the r x r Gram matrices of the interfaces are enough to
-move a gradient into it and a step out of it, for all cores at once and without touching the cores.
+tensor train can be in that gauge for one core at a time. But the r x r Gram matrices of the interfaces are enough to
+move a gradient into it and a step out of it. That serves all cores at once, and leaves the cores as they are.
 
 All functions take stacks of tensor trains of equal shapes: any leading axes before those of a core. Tensor trains of
 other ranks can be among them, zero-padded to equal shapes: padding stays zero and changes nothing if it is named

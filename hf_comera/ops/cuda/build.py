@@ -5,8 +5,8 @@ emulation for tests. A build is keyed by sources, compiler and architecture, wri
 into it, under a file lock: several processes build once.
 
 Loading a library runs its code, and its name in the cache follows from public sources. So folders are made for their
-owner alone, and a folder or library that others own or may write is refused. What is checked is what was opened, not
-what a path means a moment later.
+owner alone, and a folder or library that others own or may write is refused. The checks look at the opened file, not
+at the file that a path means a moment later.
 """
 
 import contextlib
