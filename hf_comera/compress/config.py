@@ -1,4 +1,4 @@
-"""``ComeraConfig``: what to compress and how far; stored in a model's ``config.json`` as its quantization config."""
+"""``ComeraConfig``: the layers to compress and how far; stored in ``config.json`` as a quantization config."""
 
 import copy
 import logging
@@ -25,14 +25,14 @@ so that older releases go on reading what they can.
 
 @dataclass(kw_only=True)
 class ComeraConfig(QuantizationConfigMixin):
-    """What becomes a tensor train, with which factors and ranks.
+    """Which layers become tensor trains, with which factors and ranks.
 
     Patterns are matched as PEFT does: a list holds last parts of module names, a string is a regular expression that
     must match a whole name. Pattern dictionaries map such an expression for the end of a name to a value.
 
     Raises:
-        ValueError: If a rank, a number of factors or a factor is not a positive integer, names or patterns have
-            another type, or there is a ``rank_activation``, which earlier releases had.
+        ValueError: If a rank, a number of factors or a factor is not a positive integer, or names or patterns have
+            another type. Also if there is a ``rank_activation``, which earlier releases had.
     """
 
     target_modules: list[str] | str | None = None
@@ -50,7 +50,7 @@ class ComeraConfig(QuantizationConfigMixin):
 
     embedding_num_factors: int | None = None
     """Factors of an embedding's vocabulary and hidden size: as many cores. None: four, or one with
-    ``embedding_width``, whose narrow table is then plain; with more it is a train of TTM cores itself."""
+    ``embedding_width``, whose narrow table is then plain; with more it is held as TTM cores itself."""
 
     embedding_width: int | None = None
     """Factorise embeddings in place of TTM cores: a narrow table of so many columns, and a projection to the hidden
@@ -64,7 +64,7 @@ class ComeraConfig(QuantizationConfigMixin):
     vocabulary and hidden size). A product above the size is padding."""
 
     layers: dict[str, dict[str, Any]] | None = None
-    """What was compressed: filled in by the library, read back at load time. Leave it None."""
+    """The compressed layers: filled in by the library, read back at load time. Leave it None."""
 
     save_id: str | None = None
     """Which save wrote the weights that belong to this config: filled in by ``save_pretrained``. Leave it None."""

@@ -1,4 +1,4 @@
-"""``explain``: what the layers of a compressed model cost against dense ones, and what stands in the way of speed."""
+"""``explain``: the cost of a compressed model's layers against dense ones, and the obstacles to speed."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -107,7 +107,7 @@ class Explanation:
 
 
 def explain(model: nn.Module, batch_size: int, seq_len: int, *, training: bool = True) -> Explanation:
-    """What every family of equal compressed layers costs along the path that it takes, and what is off and why.
+    """The cost of every group of equal compressed layers along the path that it takes, and each fast path that is off.
 
     Args:
         model: A compressed model; may live on the meta device.
@@ -252,8 +252,8 @@ def _about_paths(model: nn.Module, rows: Sequence["LayerGroupCost"]) -> Iterator
     dense = [row.label for row in rows if row.path == "dense"]
     if dense:
         yield (
-            f"The dense matrix, built from the train, is the soonest way: {'; '.join(dense)}. At these ranks a train "
-            "saves parameters at best, not time; lower the rank for speed."
+            f"The dense matrix, built from the cores, is the fastest way: {'; '.join(dense)}. At these ranks a tensor "
+            "train saves parameters at best, not time; lower the rank for speed."
         )
     slow = [row.label for row in rows if row.path == "low-rank" and row.flops > row.dense_flops]
     if slow:
@@ -313,7 +313,7 @@ def _about_head_and_loss(model: nn.Module) -> Iterator[str]:
 
 
 def kernel_notes(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """What is true for ``model`` on a GPU, where layers compute in ``dtype``; nothing elsewhere."""
+    """Notes on ``model`` on a GPU, where layers compute in ``dtype``; nothing elsewhere."""
     if device.type == "cuda" and not kernels_are_wanted():
         yield "CUDA kernels are off, since none has run on a GPU yet: hf_comera.ops.use_kernels() turns them on."
     elif device.type == "cuda" and (reason := kernels_refusal(device)):

@@ -1,4 +1,4 @@
-"""What becomes what: a printable plan of a compression, made before a weight moves."""
+"""Which layer becomes what: a printable plan of a compression, made before a weight moves."""
 
 import dataclasses
 import functools
@@ -160,7 +160,7 @@ def plan(model: nn.Module, config: ComeraConfig) -> CompressionPlan:
     if any(isinstance(module, CompressedLayer) for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} already holds compressed layers. Call model.merge_and_unload() first to "
-            "compress it anew, or load the dense checkpoint."
+            "compress it again, or load the dense checkpoint."
         )
     if config.layers is None:
         names = _without_shared(model, select_layers(model, config), config)
@@ -262,7 +262,7 @@ def _recorded_layers(model: nn.Module, recorded: dict[str, dict[str, Any]]) -> l
 
 
 def _recorded_layer(name: str, module: nn.Module, entry: dict[str, Any]) -> LayerPlan:
-    """What an entry, which is sound in itself, makes of ``module``."""
+    """The layer that an entry, which is sound in itself, makes of ``module``."""
     if type(module) not in COMPRESSIBLE_TYPES or (type(module) is nn.Embedding) == (entry["kind"] == "tt_linear"):
         raise ValueError(
             f"config.json lists {name!r} with kind={entry['kind']!r}, but it is a {type(module).__name__} in this "
@@ -294,7 +294,7 @@ def _shared_weights(model: nn.Module) -> list[tuple[str, str]]:
 def _without_shared(model: nn.Module, names: list[str], config: ComeraConfig) -> list[str]:
     """``names`` without layers that share a weight in a way that cores cannot; these stay dense.
 
-    Two trains cannot share a weight, so linear layers that do stay dense. An embedding shares its cores with plain
+    Tensor trains cannot share a weight, so linear layers that do stay dense. An embedding shares its cores with plain
     heads and embeddings only: one that scales its rows, say, would lose the scale.
     """
     pairs = _shared_weights(model)

@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["KINDS", "check_record", "record_digest", "refuse_rank_activation"]
 
 KINDS = ("tt_linear", "ttm_embedding", "factorized_embedding")
-"""What a layer may have become."""
+"""The kinds of compressed layers."""
 
 REMEDY = "Restore the config.json that was saved with these weights"
 
@@ -67,7 +67,7 @@ def record_digest(layers: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _problem(entry: Any) -> str | None:
-    """What is wrong with one entry; None if nothing is."""
+    """The fault of one entry, or None."""
     if not isinstance(entry, Mapping):
         return f"{_shown(entry)} is not a dictionary"
     if entry.get("kind") not in list(KINDS):  # a list, since a bad value may be unhashable

@@ -95,7 +95,7 @@ def _megabytes(count: int) -> str:
 
 @dataclass
 class RankHistory:
-    """What rank adaptation leaves with the model, for the report."""
+    """The history that rank adaptation leaves with the model, for the report."""
 
     ranks_before: dict[str, list[int]] = field(default_factory=dict)
     """Ranks of each layer when the adaptation began."""
@@ -263,7 +263,7 @@ def warn_if_mostly_dense(model: nn.Module) -> None:
 
 
 def _reason(module: nn.Module, name: str, parameter: Tensor) -> str:
-    """What keeps a parameter of ``module`` from being a tensor train."""
+    """The reason why a parameter of ``module`` is no tensor train."""
     kind = type(module).__name__
     if type(module) in COMPRESSIBLE_TYPES and name == "weight":
         return f"{kind} that is not targeted"

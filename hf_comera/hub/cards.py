@@ -75,11 +75,11 @@ def write_model_card(
     repo_id: str | None = None,
     training_command: str | None = None,
 ) -> Path:
-    """Write ``README.md`` beside a saved model: what it is, how to load it, its sizes, its ranks, how to merge it.
+    """Write ``README.md`` beside a saved model: a description, how to load it, its sizes, its ranks, how to merge it.
 
-    Sizes and ranks are read off the model. Everything else comes from the arguments; what is not given is left out.
-    Of a ``README.md`` that is there already only the part between hf_comera's two comments is rewritten, or added
-    where there is none; the rest of the text and the metadata that this call does not set are kept.
+    Sizes and ranks are read off the model. Everything else comes from the arguments, or is left out. Of an existing
+    ``README.md`` only the part between hf_comera's two comments is rewritten, or added where there is none. The rest
+    of the text and the metadata that this call does not set stay.
 
     Args:
         model: A compressed model.
@@ -96,8 +96,8 @@ def write_model_card(
         Path of the card.
 
     Raises:
-        ValueError: If the model is not compressed, ``repo_id`` is no name of a repository, a metric lacks a field, a
-            text has hf_comera's comments in it, or the card that is there cannot be read.
+        ValueError: If the model is not compressed, ``repo_id`` is no name of a repository, or a metric lacks a field.
+            Also if a text has hf_comera's comments in it, or the existing card cannot be read.
     """
     require_compressed(model)
     if repo_id is not None:
@@ -210,7 +210,7 @@ def _metric_rows(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def _loading_fields(model: PreTrainedModel, folder: Path, repo_id: str | None) -> dict[str, Any]:
-    """What the snippet that loads the model needs."""
+    """Fields of the snippet that loads the model."""
     auto_class = _task(model)[0] or type(model).__name__
     has_tokenizer = (folder / "tokenizer_config.json").exists()
     return {
@@ -271,7 +271,7 @@ def _read(path: Path) -> ModelCard:
 def _merge(card: ModelCard, fresh: ModelCard, path: Path) -> ModelCard:
     """``card``, which is at ``path``, with our part and our metadata taken from ``fresh``.
 
-    What the caller named wins over the metadata that is there; the task, which is a guess from the class, does not.
+    Fields that the caller named win over existing metadata; the task, which is a guess from the class, does not.
     """
     found = OWN_PART.findall(card.text)
     if len(found) > 1 or card.text.count(OWN_COMMENT) != 2 * len(found):

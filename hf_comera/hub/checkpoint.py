@@ -225,7 +225,7 @@ def _check_saves(files: Sequence[str], config: ComeraConfig) -> None:
 
 
 def _way_out(file: str) -> str:
-    """What to do with a folder in which a save ended half-way."""
+    """The remedy for a folder in which a save ended half-way."""
     unfinished = next((path for path in Path(file).parent.glob(f"{UNFINISHED}*") if any(path.iterdir())), None)
     if unfinished is None:
         return "A save or a copy ended half-way. Copy the whole folder again, or save the model again."
@@ -332,7 +332,7 @@ class _StateAndMetadata(HfQuantizer):
         self.state_dict, self.metadata = state_dict, metadata
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """What is to be saved."""
+        """The tensors and the metadata to save."""
         return self.state_dict, dict(self.metadata)
 
     def is_serializable(self) -> bool:
@@ -341,14 +341,14 @@ class _StateAndMetadata(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Asked by nobody during a save."""
+        """Not called during a save."""
         return True
 
 
 def _move_in(temporary: Path, target: Path, variant: str | None) -> None:
     """Weights, then their index, then ``config.json``, before which old weights go that nothing replaced.
 
-    At no moment can a folder be read as a third model: until the index is there the old files are found, or files of
+    At no moment can a folder be read as a third model. Until the index is there the old files are found, or files of
     two saves are, which is refused.
     """
     written = sorted(temporary.iterdir(), key=lambda path: (path.name == "config.json", path.suffix == ".json"))

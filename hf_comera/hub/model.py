@@ -1,4 +1,4 @@
-"""What a compressed model can do beyond its Transformers class: save with a guard, report sizes, merge back to dense.
+"""Methods of a compressed model beyond its Transformers class: save with a guard, report sizes, merge back to dense.
 
 The model is never wrapped. Its class becomes a subclass of its own class, under the same name, so that everything of
 Transformers still works on it and ``super()`` is the original.
@@ -85,7 +85,7 @@ class ComeraModel:
             atomic_save(save, save_directory, kwargs)
 
     def comera_plan(self) -> CompressionPlan:
-        """What was compressed, with true ranks and, where measured, the error of each decomposition. Print it."""
+        """The compressed layers with true ranks and, where measured, the error of each decomposition. Print it."""
         report = size_report(self)
         recorded = self.config.quantization_config.layers
         layers = [

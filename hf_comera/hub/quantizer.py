@@ -85,7 +85,7 @@ class ComeraQuantizer(HfQuantizer):
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """What conversions make of the names of the empty tensors is expected, too."""
+        """Expect the names that conversions give to the empty tensors, too."""
         model = args[0] if args else kwargs.get("model")  # earlier releases of Transformers do not tell it
         if self.pre_quantized and not self.is_dense and model is not None:
             conversions = copy.deepcopy(weight_conversions)  # each notes whether it was used
@@ -105,7 +105,7 @@ class ComeraQuantizer(HfQuantizer):
         return wanted and not self.is_dense and module_name in self.plan.by_name
 
     def get_quantize_ops(self) -> ConversionOps:
-        """What happens to a dense weight that arrives."""
+        """The operation on a dense weight that arrives."""
         return _Decompose(self)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
@@ -126,7 +126,7 @@ class ComeraQuantizer(HfQuantizer):
         return attach(model, self.quantization_config, self.errors)
 
     def _refuse_missing(self, model: PreTrainedModel) -> None:
-        """A layer that the record lists must have come whole: nothing else of a compressed model is drawn anew."""
+        """A layer that the record lists must have come whole: nothing else of a compressed model is drawn again."""
         if not self.missing:
             return
         names = [name for name, module in model.named_modules() if any(module is lost for lost in self.missing)]

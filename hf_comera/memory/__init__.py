@@ -1,4 +1,4 @@
-"""What autograd keeps for backward: rebuilt from latents, computed again, stored in fewer bits, or kept."""
+"""Tensors that autograd saves for backward: rebuilt from latents, recomputed, stored in fewer bits, or kept."""
 
 from hf_comera.memory.attach import SavedBytes, activation_policy, set_activation_policy
 from hf_comera.memory.estimate import MemoryEstimate, estimate_memory

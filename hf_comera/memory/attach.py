@@ -29,14 +29,14 @@ def set_activation_policy(model: nn.Module, policy: str | ActivationPolicy | Non
 
     Args:
         model: A model of Transformers, dense or compressed, or a part of one; the later call decides for a layer.
-        policy: ``"keep"`` (torch's own way), ``"rank"`` (exact: computes again what is cheap), ``"rank+fp8"`` (the
-            same, with attention computed again and layer inputs in FP8), ``"fp8"`` (all in FP8, nothing again), an
+        policy: ``"keep"`` (torch's own way), ``"rank"`` (exact: recomputes cheap results), ``"rank+fp8"`` (recomputes
+            attention too, layer inputs in FP8) or ``"fp8"`` (all in FP8, recomputes nothing). Or an
             :class:`ActivationPolicy`; or None, which takes a policy off.
 
     Raises:
         TypeError: If ``model`` is no module.
         ValueError: If there is no policy of that name, no layer of the model can be checkpointed, or one of them is
-            checkpointed by somebody else. Nothing is changed then.
+            checkpointed by other code. Nothing is changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"set_activation_policy needs a model, a torch.nn.Module, and got {type(model).__name__}.")

@@ -1,4 +1,4 @@
-"""``estimate_memory``: what training a model takes, part by part and at most, for each activation policy.
+"""``estimate_memory``: the memory of training a model, part by part and at its peak, for each activation policy.
 
 A training step is carried out on tensors that have sizes but no entries, with the same calls as the real one.
 """
@@ -38,7 +38,7 @@ class PolicyMemory:
     """Bytes of a training step under one policy."""
 
     activations: int
-    """What autograd keeps from forward to backward."""
+    """Bytes that autograd saves from forward to backward."""
     peak: int
     """The most that is there at one time, weights and optimizer state included."""
 
@@ -53,7 +53,7 @@ class MemoryEstimate:
     policies: dict[str, PolicyMemory]
     """By name; the first is the model's present policy."""
     batch: str
-    """What was estimated, in words."""
+    """The estimated batch, in words."""
 
     def __str__(self) -> str:
         """The table."""
@@ -106,9 +106,9 @@ def estimate_memory(
         autocast: Dtype of autocast, where training will use it.
 
     Raises:
-        ValueError: If a policy is unknown, no batch can be made up for the model, a size or dtype is out of range,
-            the optimizer trains none of the model's parameters or others too, or the step reads entries of tensors,
-            so that it cannot be tried without them.
+        ValueError: If a policy is unknown, no batch can be made up for the model, or a size or dtype is out of range.
+            Also if the optimizer trains none of the model's parameters, or others too. Also if the step reads entries
+            of tensors, so that it cannot be tried without them.
     """
     _check(model, optimizer, autocast)
     chosen = {name: as_policy(name) for name in policies} if not isinstance(policies, Mapping) else dict(policies)

@@ -62,7 +62,7 @@ def set_fp8_linears(model: nn.Module, min_features: int | None = 2048) -> Fp8Lin
             time (1.47x as fast, COAT's table 6); none of ours was measured.
 
     Returns:
-        What was changed, and what was left out and why; if nothing was changed, the log says so too.
+        The changed layers, and the others with reasons; if none was changed, the log says so too.
 
     Raises:
         TypeError: If ``model`` is no module.

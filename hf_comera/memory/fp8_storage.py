@@ -1,4 +1,4 @@
-"""What is kept of one forward pass of a layer in FP8: what autograd saves, or what checkpointing keeps.
+"""Storage in FP8 of one forward pass of a layer: of tensors that autograd or checkpointing saves.
 
 Source: COAT, arXiv:2410.19313, section 5.
 """
@@ -105,7 +105,7 @@ def _unpack(saved: _InFp8 | _Exact) -> Tensor:
 
 
 class Fp8Input(_Hooks):
-    """What checkpointing saves of a layer's input, and nothing else of what it is given: masks need to be exact."""
+    """Stores a layer's input, as checkpointing saves it, and no other argument: masks need to be exact."""
 
     def __init__(self, hidden: Tensor, min_bytes: int) -> None:
         super().__init__(min_bytes)

@@ -1,4 +1,4 @@
-"""What becomes of the tensors that autograd keeps for backward: the choices, and the policies that have a name."""
+"""Activation policies: which tensors a layer saves for backward, and the policies that have a name."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _REPLACED = {
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationPolicy:
-    """What each layer of a model keeps from forward to backward.
+    """Which tensors each layer of a model saves from forward to backward.
 
     Args:
-        recompute: Keep the layer's input, outputs of matrix products, of fused attention and of fused feed-forward
-            blocks; compute the rest again in backward: norms, activations, dropout, sums, and what thin latents give.
-        attention: ``"keep"`` what fused attention gives, or ``"recompute"`` it too, in a layer that is recomputed.
-        storage: ``"fp8"`` stores in FP8 what is large: all activations of a layer that is not recomputed, and the
+        recompute: Save the layer's input, outputs of matrix products, of fused attention and of fused feed-forward
+            blocks. Recompute the rest in backward: norms, activations, dropout, sums, and products of thin latents.
+        attention: ``"keep"`` the output of fused attention, or ``"recompute"`` it too, in a layer that is recomputed.
+        storage: ``"fp8"`` stores large tensors in FP8: all activations of a layer that is not recomputed, and the
             input of one that is.
         min_bytes: Smaller tensors are not stored in FP8.
 
@@ -102,7 +102,7 @@ def as_policy(policy: str | ActivationPolicy | None) -> ActivationPolicy | None:
 
 
 class LayerPolicy:
-    """What Transformers calls in place of a layer's forward, as it calls ``torch.utils.checkpoint.checkpoint``."""
+    """Transformers calls it in place of a layer's forward, as it calls ``torch.utils.checkpoint.checkpoint``."""
 
     def __init__(self, policy: ActivationPolicy) -> None:
         self.policy = policy
@@ -130,7 +130,7 @@ class LayerPolicy:
             return recomputed(function, *args, keeps=keeps, after=store)
 
     def _hooks(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """What stores in FP8 what autograd saves, or what checkpointing saves of the input."""
+        """Hooks that store in FP8 the tensors that autograd saves, or the input that checkpointing saves."""
         parts = getattr(function, "args", ()), getattr(function, "keywords", {})
         given = [item for item in tree_leaves((args, parts)) if isinstance(item, Tensor)]
         hidden = next((tensor for tensor in given if tensor.dim() > 1 and tensor.is_floating_point()), None)

@@ -1,4 +1,4 @@
-"""What compressed layers have: a lazy dense weight; in tensor-train form also flat cores and rank gates, and ranks.
+"""Base classes of compressed layers: a lazy dense weight; in tensor-train form also cores, gates and ranks.
 
 ``LazyWeight`` stands for ``layer.weight``: shape and dtype for free, the dense matrix only when it is computed with.
 Model code reads ``layer.weight.dtype`` in forward (T5) and hands ``layer.weight`` to initialisers while it loads; both
@@ -6,7 +6,7 @@ would build the matrix that tensor-train form exists to avoid. Real uses (``F.li
 fused losses) get the dense matrix, and gradients flow back to the cores.
 
 An edit of the weight would change that matrix and no core. Initialisers that ask for a deviation draw new cores, and a
-factor goes into a core (RWKV divides weights); every other edit is refused with the way to do it, also of views of the
+factor goes into a core (RWKV divides weights). Every other edit is refused with the way to do it, also of views of the
 matrix (``layer.weight[0].zero_()``).
 """
 
@@ -80,7 +80,7 @@ class CompressedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, lazily: nothing is built until somebody computes with it."""
+        """The dense weight, lazily: nothing is built until code computes with it."""
         if torch.compiler.is_compiling():  # the proxy cannot be traced; an unused dense matrix is dead code there
             return self.dense()
         return lazy_weight(self)
@@ -143,7 +143,7 @@ class TensorTrainModule(CompressedLayer):
         return [getattr(self, f"rank_gate_{index}") for index in range(self.num_cores - 1)]
 
     def gated_cores(self) -> list[Tensor]:
-        """The cores with the gates multiplied in, differentiable: what the layer computes with."""
+        """The cores with the gates multiplied in, differentiable: the ones that the layer computes with."""
         return scale_cores(self.cores(), self.rank_gates())
 
     def add_rank_gates(self) -> None:
@@ -156,7 +156,7 @@ class TensorTrainModule(CompressedLayer):
 
     @torch.no_grad()
     def fold_rank_gates(self) -> None:
-        """Multiply the gates into the cores and drop them; what the layer computes changes by rounding only."""
+        """Multiply the gates into the cores and drop them; outputs of the layer change by rounding only."""
         for core, folded in zip(self.cores(), self.gated_cores(), strict=True):
             core.copy_(folded)
         for index in range(len(self.rank_gates())):
@@ -255,7 +255,7 @@ def compressed_layers(model: nn.Module) -> dict[str, CompressedLayer]:
 
 
 def removed_output(x: Tensor, features: int, bias: Tensor | None) -> Tensor:
-    """What a layer without ranks computes: its bias, or zeros.
+    """The output of a layer without ranks: its bias, or zeros.
 
     Shape:
         ``(..., in_features) -> (..., features)``, in the dtype of ``x`` (of autocast, where it is on).
@@ -365,7 +365,7 @@ def _dense(value: Any) -> Any:
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``func`` gives for dense matrices; what shares memory with one of them is guarded."""
+    """The result of ``func`` for dense matrices; a result that shares memory with one of them is guarded."""
     given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, LazyWeight | DenseView)]
     dense = {id(value): _dense(value) for value in given}
     args, kwargs = tree_map(lambda value: dense.get(id(value), value), (args, kwargs))

@@ -1,6 +1,6 @@
-"""What blocks share: a block fuses the layers of a module, whose class it exchanges for a subclass in place.
+"""The base class of blocks. A block fuses the layers of a module, whose class it exchanges for a subclass in place.
 
-A block knows a module by the text of its forward, so it serves every architecture that has the same text, and none
+A block knows a module by the text of its forward. So it serves every architecture that has the same text, and none
 whose forward a release of Transformers has changed.
 """
 
@@ -43,7 +43,7 @@ class Block:
         raise NotImplementedError
 
     title: ClassVar[str]
-    """What the block is called."""
+    """The name of the block."""
 
     @property
     def is_complete(self) -> bool:
@@ -106,7 +106,7 @@ def layer_refusal(layers: Iterable[Any]) -> str | None:
 
 
 def is_watched(part: Any) -> bool:
-    """Whether somebody is to be called with what ``part``, a module or a function, is given or gives."""
+    """Whether a hook watches the input or output of ``part``, a module or a function."""
     if not isinstance(part, nn.Module):
         return False
     if "forward" in part.__dict__ or hasattr(part, "_hf_hook"):

@@ -26,10 +26,11 @@ class FactorizedEmbedding(CompressedLayer):
         num_embeddings: Rows of the table (the vocabulary).
         embedding_dim: Columns of the table (the hidden size).
         width: Columns of the narrow table.
-        in_factors: Factors of the vocabulary, where the narrow table is a train of TTM cores; as there.
+        in_factors: Factors of the vocabulary, where the narrow table is held as TTM cores; as there.
         out_factors: Factors of ``width``, likewise.
-        ranks: Ranks of that train; None or none of them for a plain narrow table.
-        padding_idx: Row without gradient from lookups. It starts at zero, unless the narrow table is a train.
+        ranks: Ranks of these cores; None or none of them for a plain narrow table.
+        padding_idx: Row without gradient from lookups. It starts at zero, unless the narrow table is in tensor-train
+            form.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
@@ -84,11 +85,11 @@ class FactorizedEmbedding(CompressedLayer):
         return [*([self.table] if train is None else train.cores()), self.projection]
 
     def rank_gates(self) -> list[Tensor]:
-        """Those of the narrow table, where it is a train."""
+        """The gates of the narrow table, where it is in tensor-train form."""
         return [] if self.train_of_table is None else self.train_of_table.rank_gates()
 
     def add_rank_gates(self) -> None:
-        """Put gates on the bonds of the narrow table, where it is a train."""
+        """Put gates on the bonds of the narrow table, where it is in tensor-train form."""
         if self.train_of_table is not None:
             self.train_of_table.add_rank_gates()
 
@@ -141,7 +142,7 @@ class FactorizedEmbedding(CompressedLayer):
         return linear(x, self.projection)
 
     def narrow_table(self) -> Tensor:
-        """The narrow table ``(num_embeddings, width)``, differentiable; a train is built for this one use."""
+        """The narrow table ``(num_embeddings, width)``, differentiable; from cores it is built for this one use."""
         return self.table if self.train_of_table is None else self.train_of_table.dense()
 
     def dense(self) -> Tensor:

@@ -1,9 +1,9 @@
 """Head and loss of a language model as one block: while it trains, logits exist for labelled tokens only, in chunks.
 
 The block takes the place of a model's ``forward``. It calls the model's own forward with a head that hands hidden
-states on, and computes the loss from these (:mod:`hf_comera.ops.fused_loss`). What that loss is, is read in the
-source of the model's forward; where something happens to the logits that the block does not know (they are scaled,
-capped or shifted there), the model's own forward runs.
+states on, and computes the loss from these (:mod:`hf_comera.ops.fused_loss`). The kind of loss is read in the source
+of the model's forward. Where that source does something else to the logits (scales, caps or shifts them), the model's
+own forward runs.
 
 ``outputs.logits`` is computed from the hidden states when it is read.
 """
@@ -106,7 +106,7 @@ class HeadAndLoss:
     def __call__(
         self, model: PreTrainedModel, own_forward: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
-        """What ``own_forward`` returns, the logits not yet computed."""
+        """The result of ``own_forward``, its logits deferred."""
         labels = options["labels"]
         options = {**options, "labels": None}
         if self.decodes and options.get("decoder_input_ids") is None and options.get("decoder_inputs_embeds") is None:
@@ -218,7 +218,7 @@ class HandOn(nn.Module):
 
 
 class DeferredLogits:
-    """Logits that are computed when somebody reads them, with the gradient mode of the reader.
+    """Logits that are computed when they are read, with the gradient mode of the reader.
 
     Args:
         head: From hidden states to logits.

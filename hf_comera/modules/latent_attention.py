@@ -199,6 +199,7 @@ class LatentAttention(Block):
             return f"{spec.unless} computes eager attention in its own way"
         size = int(getattr(self, spec.head_size))
         met = layers[-2:-1] if spec.rotary else layers[:-1][-2:]
+        # a layer without ranks is a latent of one number: its bias
         needed = max(padded_rank(max(1, layer.middle_rank + (layer.bias is not None))) for layer in met)
         # a single head with a latent of its size: nothing is won, and a cache would not tell which of them it holds
         if needed > size or needed == _size_of_value(self):
@@ -323,7 +324,7 @@ def _halves_with_bias(layer: TTLinear, dtype: torch.dtype) -> tuple[Tensor, Tens
     left, right = layer.halves(dtype)
     if layer.bias is None:
         return left, right
-    if layer.middle_rank == len(left):
+    if layer.middle_rank == len(left):  # elsewhere no rank is added for a bias, here the latent has to carry it
         left, right = (pad(half, (0, 0, 0, RANK_MULTIPLE)) for half in (left, right))
     place = torch.full((1,), layer.middle_rank, device=left.device)  # filled there: a graph reads nothing of the host
     # copied, not added: entries beside the bias must stay clear of an infinite one
@@ -505,7 +506,7 @@ def _cache(options: dict[str, Any]) -> Any:
 
 
 def _begun(module: Any, options: dict[str, Any]) -> Any:
-    """What the cache already holds for this module, if anything."""
+    """The layer of the cache for this module, if it already holds tokens."""
     cache, index = _cache(options), getattr(module, "layer_idx", None)
     if cache is None or index is None or index >= len(cache.layers):
         return None

@@ -1,6 +1,6 @@
 """Heads and embeddings that compute with the cores of a compressed embedding which they do not own.
 
-The reference is hidden from ``nn.Module``: the cores appear once in ``parameters()`` and in checkpoints, so there is
+The reference is hidden from ``nn.Module``, so the cores appear once in ``parameters()`` and in checkpoints. There is
 nothing to tie again after loading, and deep copies and pickles keep the link.
 """
 

@@ -27,7 +27,7 @@ class MLPSpec:
     """How one forward names its parts.
 
     Attributes:
-        inner: Child into the hidden layer: what the activation is applied to.
+        inner: Child into the hidden layer, whose output the activation is applied to.
         outer: Child out of it.
         activation: Child, or attribute with a function.
         gate: Child whose result the activated one is multiplied with; the same as ``inner`` if it gives both halves.
@@ -96,7 +96,7 @@ ACTIVATION_NAMES = {
 
 
 class _Fused(Block):
-    """What all feed-forward blocks share."""
+    """The base class of feed-forward blocks."""
 
     title = "a tiled MLP"
     spec: ClassVar[MLPSpec]
@@ -123,7 +123,7 @@ class _Fused(Block):
         return None
 
     def outer_output(self, x: Tensor) -> Tensor:
-        """What the outer layer gives for the block's input.
+        """The output of the outer layer for the block's input.
 
         Shape:
             ``(..., in features of inner) -> (..., out features of outer)``.
@@ -149,7 +149,7 @@ class _Fused(Block):
             return outer.from_latent(latent, right).view(*x.shape[:-1], outer.out_features)
 
     def _drawn(self, rows: Tensor, left: Tensor) -> tuple[Tensor | None, float]:
-        """What dropout keeps of the hidden layer, and the share of it."""
+        """The bits of entries of the hidden layer that dropout keeps, and their share."""
         dropout = _found(self, self.spec.hidden_dropout) if self.spec.hidden_dropout else None
         if dropout is None or not dropout.training or dropout.p == 0:
             return None, 1.0

@@ -63,7 +63,7 @@ class TTLinear(TensorTrainModule):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.transposed = in_features, out_features, transposed
-        # the largest factors go to the ends of the train, where one neighbouring rank is 1 and entries are cheap
+        # the largest factors go to the two ends, where one neighbouring rank is 1 and entries are cheap
         self.in_factors = tuple(in_factors or factorize(in_features, 3)[::-1])
         self.out_factors = tuple(out_factors or factorize(out_features, 3))
         check_factors("in_factors", self.in_factors, in_features)
@@ -114,11 +114,11 @@ class TTLinear(TensorTrainModule):
 
     @property
     def prefers_dense(self) -> bool:
-        """Whether the layer takes the dense path: a matter of sizes and ranks, so decided anew after each cut."""
+        """Whether the layer takes the dense path: a matter of sizes and ranks, so decided again after each pruning."""
         return planner.prefers_dense(self.in_features, self.out_features, padded_rank(self.middle_rank))
 
     def _dense_product(self, x: Tensor) -> Tensor:
-        """What the layer computes along the dense path; its matrix is kept where nothing trains."""
+        """The output along the dense path; its matrix is cached where nothing trains."""
         dtype = autocast_dtype(x)
         if torch.is_grad_enabled() or not can_keep(self.tt_parameters()):
             return dense_linear(x, *self.halves(dtype), self.bias)

@@ -1,4 +1,4 @@
-"""``TTMEmbedding``: a drop-in for ``nn.Embedding`` whose table is a train of TTM cores; it also serves tied heads."""
+"""``TTMEmbedding``: a drop-in for ``nn.Embedding`` whose table is held as TTM cores; it also serves tied heads."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """Dropout that keeps its mask in bits: drawn several entries at a time, saved as one bit an entry.
 
-torch draws one number an entry, in one thread, and keeps a mask as large as what it masks; on a CPU that is a large
-part of the training step of a compressed model, and of what it saves for backward.
+torch draws one number an entry, in one thread, and saves a mask as large as its input. On a CPU that is a large part
+of the training step of a compressed model, and of its memory for backward.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def decode_bits(bits: Tensor, value: Tensor) -> Tensor:
     Shape:
         bits ``(..., n)``, uint8, the lowest bit of a byte first; value ``()`` -> ``(..., 8 * n)``.
     """
-    # made anew, in microseconds: one kept since a CUDA graph was captured would not outlive the graph
+    # made for each call, in microseconds: one kept since a CUDA graph was captured would not outlive the graph
     places = torch.arange(8, device=bits.device)
     truths = torch.arange(256, device=bits.device)[:, None].bitwise_right_shift(places).bitwise_and_(1)
     table = torch.where(truths.bool(), value, torch.zeros_like(value))
@@ -49,7 +49,10 @@ def pack_bits(truths: Tensor) -> Tensor:
 
 
 _LEVELS = 1 << 16
-"""Values of a random number: the rate is rounded to multiples of 1 / 65536, and what is kept is scaled accordingly."""
+"""Values of a random number: the rate is rounded to multiples of 1 / 65536, and kept entries are scaled accordingly.
+
+With 8 bits instead of 16 a rate of 0.1 would become 0.102.
+"""
 
 # Entries from which on it has been faster; below, more calls cost more than torch's draws.
 MIN_NUMEL = 1 << 16
@@ -69,13 +72,14 @@ def kept_share(dropout: float) -> float:
 
 
 def draw_kept(shape: Sequence[int], dropout: float, device: torch.device | str = "cpu") -> Tensor:
-    """What is kept of a tensor of this shape; drawn by torch's generator of the device, on a CPU from a seed of it.
+    """The bits of kept entries for a tensor of this shape, drawn by torch's generator of the device, on a CPU from its
+    seed.
 
     Shape:
         ``(..., ceil(n / 8))`` for ``(..., n)``, uint8; the lowest bit of a byte comes first.
     """
     if torch.device(device).type == "cpu":
-        # the bits follow from the seed: whoever computes again may draw the seed alone, and has kept the bits
+        # the bits follow from the seed: recomputation draws the seed alone, and has saved the bits
         return _draw_kept(torch.randint(2**63 - 1, (), device="cpu"), list(shape), float(dropout))
     *rows, last = shape
     width = -(-last // 8)
@@ -109,6 +113,7 @@ def kept_factors(bits: Tensor, size: int, value: float, dtype: torch.dtype) -> T
     Shape:
         bits ``(..., ceil(size / 8))`` -> ``(..., size)``.
     """
+    # floats, not bools: a product with a mask of bools took over three times as long (benchmarks/NOTES.md)
     return decode_bits(bits, torch.tensor(value, dtype=dtype, device=bits.device))[..., :size]
 
 

@@ -1,7 +1,7 @@
 """FP8 values in groups with a scale each: optimizer states with expanded range, and activations saved for backward.
 
-The two forms of COAT's mixed granularity: what norms and activation functions take is stored by group, as single
-channels of it are far larger than others; what products take is stored by tensor.
+The two forms are COAT's mixed granularity. Inputs of norms and activation functions are stored by group, since some of
+their channels are far larger than others. Inputs of products are stored by tensor.
 
 Source: COAT, arXiv:2410.19313, section 5. It makes these tensors in the kernels that compute them and multiplies in
 FP8; here they are only stored so.
@@ -35,11 +35,11 @@ _FORMAT = torch.float8_e4m3fn
 _LARGEST, _SMALLEST = 448.0, 2.0**-9
 _BINARY_ORDERS = math.log2(_LARGEST / _SMALLEST)
 _NO_LOGARITHM = 1000.0
-"""Stands for that of zero: more than that of any number, so that it is never the smallest."""
+"""Placeholder for log2(0): above every real exponent, so that zeros never become the minimum of a group."""
 
 _EXPONENTS = (0.5, 128.0)
-"""An exponent below one compresses instead; beyond these, a single tiny entry would cost all others their accuracy,
-and entries that are almost equal would ask for more digits than float32 has."""
+"""An exponent below one compresses instead. Below the first, a single tiny entry would cost all others their accuracy.
+Above the second, entries that are almost equal would ask for more digits than float32 has."""
 
 
 def quantise(values: Tensor, *, keep_positive: bool = False, expand: bool = True) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ def quantise(values: Tensor, *, keep_positive: bool = False, expand: bool = True
 
 
 def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
-    """What :func:`quantise` took, to its accuracy, in float32.
+    """The input of :func:`quantise`, to its accuracy, in float32.
 
     Shape:
         codes ``(..., n)``, scales ``(..., ceil(n / 128), 2)`` -> ``(..., n)``
@@ -146,7 +146,7 @@ def decode(codes: Tensor, scales: Tensor, *, has_signs: bool = True) -> Tensor:
 
 
 def _exponent(logarithms: Tensor, largest: Tensor) -> Tensor:
-    """What expands the range of each group to that of E4M3; the largest allowed where all entries are equal."""
+    """The power that expands each group to the range of E4M3; the largest allowed where all entries are equal."""
     smallest = logarithms.amin(-1, keepdim=True)
     return (_BINARY_ORDERS / (largest.log2() - smallest)).clamp(*_EXPONENTS)
 
@@ -161,8 +161,8 @@ _SMALLEST_SCALE = 2.0**-126
 """The smallest normal number of float32 and bfloat16: smaller ones have few digits, and no reciprocal in float32."""
 
 _PIECE_CPU, _PIECE_ELSEWHERE = 1 << 18, 1 << 24
-"""Entries at a time. On a CPU they stay in a core's cache from one operation to the next, and so does the room to work
-in, which all pieces share: a fresh one costs more than an operation. Elsewhere, few launches."""
+"""Entries at a time. On a CPU they stay in a core's cache from one operation to the next. So does the workspace, which
+all pieces share: a fresh one costs more than an operation. Elsewhere, few launches."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -172,7 +172,7 @@ class Fp8Tensor:
     codes: Tensor
     """In the shape of the tensor, contiguous, ``float8_e4m3fn`` or ``float8_e5m2``."""
     scales: Tensor
-    """What codes are multiplied by: bfloat16, ``(..., ceil(n / 16))``, by group; float32, ``()``, by tensor."""
+    """The factors of codes: bfloat16, ``(..., ceil(n / 16))``, by group; float32, ``()``, by tensor."""
     dtype: torch.dtype
     """That of the tensor."""
 
@@ -202,9 +202,9 @@ def store_by_group(values: Tensor, *, format: torch.dtype = torch.float8_e4m3fn)
     """Entries divided by a scale of their group: ``largest / 448``, or ``/ 57344`` in E5M2.
 
     Relative errors are at most 2**-4 in E4M3 and 2**-3 in E5M2, down to 2**-14 and 2**-29 of the largest magnitude of
-    the group; below, absolute ones at most 2**-10 and 2**-17 of the scale. Scales are rounded towards zero: then the
-    largest entry, a little above the largest code, is rounded to it, and codes times scales never overflow. No scale
-    is below 2**-126, which costs only magnitudes below about 2e-40 their accuracy. Zeros keep their sign.
+    the group. Below that, absolute errors are at most 2**-10 and 2**-17 of the scale. Scales are rounded towards zero:
+    then the largest entry, a little above the largest code, is rounded to it, and codes times scales never overflow.
+    No scale is below 2**-126, which costs only magnitudes below about 2e-40 their accuracy. Zeros keep their sign.
 
     NaN stays NaN. So does what is infinite, also to float32, become NaN in E4M3, which has no infinity; in E5M2 it
     stays as it is. Either way all other entries are what they would be without it. Nothing is read from the device.
@@ -245,9 +245,9 @@ def store_by_tensor(values: Tensor, *, format: torch.dtype = torch.float8_e4m3fn
     """As :func:`store_by_group`, with one float32 scale for all entries.
 
     The largest magnitude is found in two stages, COAT's Group Scaling: of groups, then of these. There a group is 16
-    neighbours and the kernel that makes the values finds its largest too, while it holds them, so that only a
-    sixteenth of the tensor is read once more. Here nothing is fused; groups are as large as the cache of a core, where
-    a maximum costs a fifth of one of 16. The result is the same, maxima may be taken in any order.
+    neighbours, and the kernel that makes the values finds the largest of each. So only a sixteenth of the tensor is
+    read once more. Here nothing is fused; groups are as large as the cache of a core, where a maximum costs a fifth of
+    one of 16. The result is the same, maxima may be taken in any order.
 
     Shape:
         ``(...)`` -> codes ``(...)``, scale ``()``

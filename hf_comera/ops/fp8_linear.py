@@ -21,7 +21,7 @@ from hf_comera.ops.precision import without_autocast
 __all__ = ["FEATURE_MULTIPLE", "fp8_device_refusal", "fp8_linear"]
 
 FEATURE_MULTIPLE = 16
-"""What ``_scaled_mm`` wants inner and outer sizes to be multiples of."""
+"""``_scaled_mm`` needs inner and outer sizes that are multiples of it."""
 
 _MINIMUM_CAPABILITY = (8, 9)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -45,9 +45,9 @@ def fp8_device_refusal(device: torch.device) -> str | None:
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``, both factors rounded to FP8 first, and likewise the factors of both gradients.
 
-    Kept for backward are the codes of ``x``, one byte an entry, if the weight has a gradient, and the weight itself if
-    ``x`` has one; it is rounded again there. Sums are float32. Infinite gradients stay infinite or become NaN, so that
-    a gradient scaler notices them.
+    Saved for backward are the codes of ``x``, one byte an entry, if the weight has a gradient. The weight itself is
+    saved if ``x`` has one; it is rounded again there. Sums are float32. Infinite gradients stay infinite or become
+    NaN, so that a gradient scaler notices them.
 
     Args:
         x: Float32, bfloat16 or float16.
@@ -87,8 +87,8 @@ _last = _Last()
 def _stored_rows(x: Tensor) -> Fp8Tensor:
     """The codes of ``x``, those of the last call if they are still right.
 
-    Only results of other operations are found again: torch counts what is done to them, whereas inputs and parameters
-    can be filled anew unseen, for instance by the replay of a CUDA graph.
+    Only results of other operations are found again, since torch counts their edits. Inputs and parameters can be
+    filled again unseen, for instance by the replay of a CUDA graph.
     """
     if x.grad_fn is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return store_by_tensor(x.reshape(-1, x.shape[-1]))

@@ -1,8 +1,8 @@
 """Cross-entropy of a head without whole logits: chunks of labelled tokens, loss and gradients in one pass.
 
 Logits of a whole batch take more memory than the rest of a compressed model, and tokens without a label need none. A
-chunk's logits become its part of the loss, then, in place, their own gradient, then gradients of the hidden states
-and of the table; so they are made once and never kept.
+chunk's logits become its part of the loss, then, in place, their own gradient. From it come gradients of the hidden
+states and of the table. So logits are computed once and never saved.
 
 Source: Liger Kernel, arXiv:2410.10989, fused linear cross-entropy.
 """
@@ -187,7 +187,7 @@ _of_thread = threading.local()
 
 @contextlib.contextmanager
 def fixed_shapes() -> Iterator[None]:
-    """Within, in this thread, all tokens are computed: what is recorded must not depend on how many have a label."""
+    """Within, in this thread, all tokens are computed: a recording must not depend on how many have a label."""
     before, _of_thread.fixed = getattr(_of_thread, "fixed", False), True
     try:
         yield

@@ -11,9 +11,9 @@ torch has no fused kernel with dropout on a CPU. There a few rows of scores at a
 processor's cache, and made once more in backward. The saved tensors are as wide as a latent, as in flash attention,
 but for one bit a score that tells whether dropout keeps it.
 
-Source: absorbed projections: DeepSeek-V2, arXiv:2405.04434, section 2.1; one key and value for all heads: Shazeer,
-arXiv:1911.02150; sums of softmax's gradient over a row as the product of
-output and gradient: Dao et al., arXiv:2205.14135.
+Source: absorbed projections: DeepSeek-V2, arXiv:2405.04434, section 2.1. One key and value for all heads: Shazeer,
+arXiv:1911.02150. Sums of softmax's gradient over a row as the product of output and gradient: Dao et al.,
+arXiv:2205.14135.
 """
 
 from collections.abc import Iterator, Sequence
@@ -141,7 +141,7 @@ def dropped_attention(
 
 
 def bias_of_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of attention for a mask that is True where they count."""
+    """The bias of scores of attention for a mask that is True where they count."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
@@ -241,7 +241,7 @@ class _Shares:
     key: Tensor
     """``(B, S, R)``, in the dtype of the scores."""
     bits: Tensor
-    """What is kept, ``(B, T, H, ceil(S / 8))``."""
+    """The kept entries, ``(B, T, H, ceil(S / 8))``."""
     mask: Tensor | None
     """As it was given, of a shape that broadcasts to ``(B, T, H, S)``."""
     dead: Tensor | None
@@ -289,7 +289,7 @@ class _Shares:
         return torch.softmax(scores, -1, out=scores)
 
     def factors(self, chunk: Chunk) -> Tensor:
-        """What dropout multiplies them with."""
+        """The factors of dropout on the scores."""
         return kept_factors(self.bits[chunk].flatten(1, 2), self.key.shape[1], 1 / self.options.share, self.dtype)
 
     def whole(self) -> Chunk:
@@ -297,7 +297,7 @@ class _Shares:
         return slice(0, self.query.shape[0]), slice(0, self.query.shape[1])
 
     def biases(self, chunk: Chunk) -> Iterator[Tensor]:
-        """What is added to the scores of a chunk; rows in which none counts get zeros, so that they stay finite."""
+        """The biases of the scores of a chunk; rows in which none counts get zeros, so that they stay finite."""
         if self.mask is not None:
             bias = _part(self.mask, chunk)
             bias = bias_of_mask(bias, self.dtype) if bias.dtype == torch.bool else bias.to(self.dtype)

@@ -236,14 +236,14 @@ def from_latent(latent: Tensor, right: Tensor, bias: Tensor | None = None) -> Te
 def bias_as_rank(
     latent: Tensor, right: Tensor, bias: Tensor | None, rank: int, *, always: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What :func:`from_latent` is to be given, with the bias in a rank that padding left empty, if that is faster.
+    """The arguments for :func:`from_latent`, with the bias in a rank that padding left empty, if that is faster.
 
-    The latent gets a column of ones and ``right`` the bias as a row, so that one product does what otherwise takes a
-    pass over all of the output in front of it, and its gradient another pass in backward. Padding is there anyway.
+    The latent gets a column of ones and ``right`` the bias as a row. So one product replaces a pass over all of the
+    output, and another pass in backward for its gradient. Padding is there anyway.
 
     Args:
         latent: From :func:`to_latent`.
-        right: Half behind it; its rows from ``rank`` on are zeros, as are the columns of the latent.
+        right: Right half; its rows from ``rank`` on are zeros, as are the columns of the latent.
         bias: ``(out_features,)`` or None.
         rank: Middle rank of the layer without padding.
         always: Whether to do it in any case, with more padding if need be.
@@ -253,8 +253,8 @@ def bias_as_rank(
         none to spare.
 
     Returns:
-        Code, right half and bias; as they were on a GPU, whose products add a bias for nothing, for small outputs,
-        without a bias, and where no rank is to spare.
+        Latent, right half and bias. They are unchanged on a GPU, whose products add a bias for nothing, and for small
+        outputs, without a bias, and where no rank is to spare.
     """
     on_cpu, entries = latent.device.type == "cpu", latent.numel() // latent.shape[-1] * right.shape[1]
     worth = on_cpu and rank < right.shape[0] and entries >= WORTH_A_RANK and not torch.compiler.is_compiling()

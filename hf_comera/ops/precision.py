@@ -79,7 +79,7 @@ def exact_float32_products() -> Iterator[None]:
 
 
 def _own_value(chain: tuple[Any, ...]) -> str:
-    """What the last setting was set to; torch tells only what it comes to, so it is seen whether it follows."""
+    """The own value of the last setting; torch reports only the effective one, so a change of the parent tells."""
     *parents, setting = chain
     value: str = setting.fp32_precision
     if not parents or value == _INHERITS:

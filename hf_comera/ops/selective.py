@@ -1,6 +1,6 @@
 """Selective checkpointing: a function whose cheap results are computed again in backward, and the others kept.
 
-Source: selective recomputation: Korthikanti et al., arXiv:2205.05198, section 5; what is kept is chosen as for
+Source: selective recomputation: Korthikanti et al., arXiv:2205.05198, section 5. The saved results are chosen as for
 ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 """
 
@@ -44,7 +44,10 @@ _ATTENTIONS = {
 _PRODUCTS = {aten.mm.default, aten.addmm.default}
 
 _CHEAP = 4
-"""A product whose inner size is this many times smaller than its rows are wide is cheap to make again."""
+"""A product whose inner size is this many times smaller than its rows are wide is cheap to recompute.
+
+It is a product with a right half; a dense feed-forward layer widens four times at most.
+"""
 
 
 def recomputed(

@@ -189,7 +189,7 @@ def _backward_by_kernel(grad: Tensor, *arguments: Any) -> list[Tensor]:
     rights, left, biases = operands["rights"], operands["left"], operands["biases"]
     dtype, ranks = left.dtype, [right.shape[0] for right in rights]
     rows = wide.split([*ranks, left.shape[0], len(rights)])
-    # copies: what an operator returns may not share memory
+    # copies: results of an operator may not share memory
     *drights, dleft, dbiases = (part.to(dtype, copy=True).contiguous() for part in rows)
     found: list[Tensor] = []
     for index, (dlatent, dright, bias) in enumerate(zip(dlatents, drights, biases, strict=True)):
@@ -275,7 +275,7 @@ def _gate(latent: Tensor | None, right: Tensor | None, bias: Tensor | None) -> H
 
 
 def _factors(bits: Tensor, left: Tensor, share: float) -> Tensor:
-    """What dropout multiplies with."""
+    """The factors of dropout."""
     return kept_factors(bits, left.shape[1], 1 / share, left.dtype)
 
 

@@ -6,9 +6,9 @@ two small tables replace the big one, and both are built by one short chain of p
 ``hf_comera::ttm_lookup``: two half tables are built, each distinct id is contracted once, and its row is copied to all
 its places. Only the ids are saved for backward: everything else is cheap to build again.
 
-How many ids are distinct is known on the device only. On a GPU, asking for it would make the host wait and could not
-be part of a CUDA graph; there every place is contracted by itself, or, if the table has no more rows than there are
-places, every row of the table once. Gradients are added up in a fixed order in both forms.
+The number of distinct ids is known on the device only. On a GPU, reading it would make the host wait and could not be
+part of a CUDA graph. There every place is contracted by itself, or every row of the table once, if the table has no
+more rows than there are places. Gradients are added up in a fixed order in both forms.
 
 Rows from half tables and the gradients of these are operators of their own, for which there are CUDA kernels; their
 bodies in plain torch are the reference. The half tables themselves are always products in torch.
@@ -45,8 +45,8 @@ __all__ = [
     "ttm_project",
 ]
 
-# Shapes here: A, B = rows of the left and right table, H, K = hidden factors of the left and right, R = middle rank,
-# so that the padded vocabulary is A * B and the padded hidden size H * K.
+# Shapes here: A, B = rows of the left and right table, H, K = hidden factors of the left and right, R = middle rank.
+# The padded vocabulary is A * B and the padded hidden size H * K.
 
 
 class HalfTables(NamedTuple):

@@ -72,7 +72,7 @@ def entries_at_once(device: torch.device) -> int:
 
 
 def _cut(piece: Piece) -> Iterator[Piece]:
-    """One parameter in runs of rows of a bounded number of entries; what is not quantised as a whole."""
+    """One parameter in runs of rows with a bounded number of entries; whole if it is not quantised."""
     layout, tensors = piece
     num_rows = max(entries_at_once(tensors["value"].device) // max(layout.length, 1), 1)
     if not layout.is_quantised or layout.num_rows <= num_rows:
@@ -133,7 +133,7 @@ def plain_moment(key: str, parameter: Tensor, state: dict[str, Any]) -> Tensor:
 
 
 def quantised_moment(key: str, parameter: Tensor, plain: Tensor) -> dict[str, Tensor]:
-    """What is kept of a moment that comes in the parameter's shape; sharded as it is."""
+    """The stored form of a moment that comes in the parameter's shape; sharded as the moment is."""
     layout = layout_of_state(parameter)
     if not layout.is_quantised:
         return {key: plain.to(torch.promote_types(parameter.dtype, torch.float32))}
@@ -163,6 +163,7 @@ def store_moment(flat: FlatGroups, key: str, groups: Tensor, states: Sequence[di
 def _empty_moment(key: str, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
     """A moment of zero."""
     local, is_whole = local_part(parameter), layout.is_whole
+    # not float8_e4m3fn: not every collective and saver takes it
     dtype = torch.uint8 if layout.is_quantised else torch.promote_types(parameter.dtype, torch.float32)
     codes = local.new_zeros(parameter.shape if is_whole else local.shape, dtype=dtype)
     moment = {key: _placed(codes, parameter, parameter.shape, is_whole=is_whole)}
@@ -187,7 +188,7 @@ def _placed(local: Tensor, parameter: Tensor, shape: Sequence[int], *, is_whole:
 
 
 def _sharded(whole: Tensor, parameter: Tensor) -> Tensor:
-    """What every process has, sharded as ``parameter`` is; sends nothing."""
+    """A tensor that every process holds whole, sharded as ``parameter`` is; sends nothing."""
     placed = _placed(whole, parameter, parameter.shape, is_whole=True)
     return placed.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
@@ -196,17 +197,17 @@ MOST = 2.0**63
 """Larger entries of gradients count as this, also in ``kernels/coat_adamw.cu``: codes have no infinity."""
 
 _KEPT = [key + suffix for key in MOMENTS for suffix in ("", "_scales")]
-"""What is kept of the moments of a parameter, by its names in the state."""
+"""The names in the state under which the moments of a parameter are stored."""
 
 
 class CoatAdamW(torch.optim.Optimizer):
     """AdamW with both moments in E4M3, in groups whose dynamic range is expanded: 2.13 bytes a parameter, not 8.
 
-    The rule is that of ``torch.optim.AdamW``, in float32 (float64 for parameters in that) whatever the dtype of the
-    parameters; a step uses the new moments as they are before they are rounded. Groups of 128 entries lie within what
-    belongs to one index of a parameter's first axis, so sharding along it (FSDP2) changes nothing. Small parameters
-    whose rows are too short for that (biases, norms, gates, some cores) are cut into groups as a whole; where they are
-    sharded, every process keeps their state, and gathers their gradients. Below 8 entries moments stay in float32.
+    Computes as ``torch.optim.AdamW`` in float32, or in float64 for parameters of that dtype. A step uses the new
+    moments before they are rounded. Groups of 128 entries lie within one index of a parameter's first axis, so
+    sharding along it (FSDP2) changes nothing. Small parameters whose rows are too short for that (biases, norms,
+    gates, some cores) are grouped as a whole. Where they are sharded, every process keeps their state and gathers
+    their gradients. Below 8 entries moments stay in float32.
 
     On a GPU a kernel does the whole step where kernels are switched on (``hf_comera.ops.use_kernels()``).
 
@@ -284,8 +285,8 @@ class CoatAdamW(torch.optim.Optimizer):
             state_dict: What ``state_dict()`` returned.
 
         Raises:
-            ValueError: If it is the state of an optimizer without these moments, of one that maximizes or has a third
-                moment, or of parameters with other names or shapes; nothing is changed then.
+            ValueError: If the state is of an optimizer without these moments, or of one that maximizes or has a third
+                moment. Also if it is of parameters with other names or shapes. Nothing is changed then.
         """
         for name in ("maximize", "amsgrad"):
             if any(group.get(name) for group in state_dict["param_groups"]):
@@ -313,7 +314,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 self.set_plain_state(parameter, exact)
 
     def _prepared(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        """What is about to be loaded, after other hooks, into groups of its own."""
+        """The state to load, as other hooks left it, in groups of its own."""
         before = self.param_groups[:]
         take_saved_groups(self, loaded["param_groups"])
         try:
@@ -335,7 +336,7 @@ class CoatAdamW(torch.optim.Optimizer):
     def set_plain_state(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Make this the state of a parameter; moments that are not quantised yet are.
 
-        What the parameter has of that kind already keeps its memory, where captured steps go on writing.
+        State that the parameter has already keeps its memory, where captured steps go on writing.
 
         Args:
             parameter: It need not be held by the optimizer yet.
@@ -438,7 +439,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _bounded(gradients: Tensor) -> Tensor:
-    """Finite ones at most :data:`MOST`; what is not finite becomes NaN, as it does in codes."""
+    """Finite gradients limited to :data:`MOST`; infinite ones become NaN, as in FP8 codes."""
     return gradients.clamp(-MOST, MOST).add_(gradients, alpha=0)
 
 
@@ -456,7 +457,7 @@ def _check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"A parameter is {parameter.dtype}; moments are kept in E4M3, which is real. Use AdamW.")
         if any(placement.is_shard() and placement.dim != 0 for placement in getattr(parameter, "placements", ())):
             raise ValueError(
-                f"A parameter is sharded as {parameter.placements}, which may cut groups of its moments. Shard it "
+                f"A parameter is sharded as {parameter.placements}, which may divide groups of its moments. Shard it "
                 "along axis 0, the default of fully_shard."
             )
 

@@ -1,4 +1,4 @@
-"""``FlatGroups``: tensors of different shapes as one matrix of groups, and back; what an 8-bit optimizer works on."""
+"""``FlatGroups``: tensors of different shapes as one matrix of groups, and back, for 8-bit optimizers."""
 
 import functools
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ def layout_of(shape: torch.Size) -> Layout:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """The part of a tensor that this process holds."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -86,8 +86,8 @@ class FlatGroups:
 
     Shape:
         A list of tensors -> ``(groups of all, size)``; rows are filled up with zeros. Groups of ones follow, so that
-        no entry is behind the last full vector of a loop on a CPU, where functions round otherwise: what comes out for
-        a group does not depend on those beside it.
+        no entry lies beyond the last full vector of a loop on a CPU, where functions round otherwise. The result of a
+        group then does not depend on its neighbours.
     """
 
     def __init__(self, layouts: Sequence[Layout]) -> None:

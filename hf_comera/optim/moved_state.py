@@ -23,7 +23,7 @@ def follow(parameter: nn.Parameter, state: dict[str, Any], key: str) -> None:
     if like.shape != parameter.shape:
         raise ValueError(
             f"A parameter has shape {tuple(parameter.shape)}, but its {key!r} has {tuple(like.shape)}: the parameter "
-            "was given other data. Make a new optimizer after that, or cut ranks with RankAdapter, which cuts both."
+            "was given other data. Make a new optimizer after that, or prune with RankAdapter, which slices both."
         )
     if like.dtype == parameter.dtype and like.device == parameter.device:
         return
@@ -51,7 +51,7 @@ def check_saved_shapes(optimizer: torch.optim.Optimizer, loaded: dict[str, Any],
                 raise ValueError(
                     f"The state is of another model: its {key!r} of {name} has shape {tuple(state[key].shape)}, the "
                     f"parameter has {tuple(parameter.shape)}. Load the state that was saved with this model; where "
-                    "ranks were cut, load the model that was saved with the state first."
+                    "ranks were pruned, load the model that was saved with the state first."
                 )
             if not (state[key].is_floating_point() or f"{key}_scales" in state):
                 raise ValueError(

@@ -30,8 +30,8 @@ def comera_param_groups(
 
     A step of AdamW has entries of about ``lr``. On a dense matrix its spectral norm is at most
     ``lr * sqrt(rows * columns)``, reached when all rows agree. A step on core k with entries of ``lr_k`` is at most
-    ``lr_k * sqrt(entries of the core)`` long, and the rest of the train stretches it by at most ``|L_k| |R_k|``, the
-    spectral norms of the products of the cores on its left and on its right. K cores move at once, so with
+    ``lr_k * sqrt(entries of the core)`` long. The other cores stretch it by at most ``|L_k| |R_k|``, the spectral
+    norms of the products of the cores on its left and on its right. K cores move at once, so with
 
         lr_k = lr * sqrt(rows * columns) / (sqrt(K) * |L_k| * |R_k| * sqrt(entries of the core))
 
@@ -57,12 +57,12 @@ def comera_param_groups(
         parameter is in exactly one.
 
     Raises:
-        ValueError: If a rate is not positive, the decay negative, or one of them not finite; if the cores have no
+        ValueError: If a rate is not positive, the decay negative, or one of them not finite. Also if the cores have no
             values yet (meta device), are sharded, or belong to two layers.
 
     Source:
         Rates per factor of structured matrices: Qiu et al., arXiv:2406.06248; bounding the step of the product:
-        arXiv:2602.12429. The rates for trains of any length are ours.
+        arXiv:2602.12429. The rates for tensor trains of any length are ours.
     """
     check_rate_and_decay(lr, weight_decay, gate_lr)
     groups: dict[tuple[float, float], dict[str, Any]] = {}

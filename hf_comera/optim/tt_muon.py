@@ -58,9 +58,9 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 WORTH_A_FAMILY = 2**16
-"""Entries of padding that have to be saved for trains to be stepped apart.
+"""Entries of padding that have to be saved for tensor trains to be stepped apart.
 
-Padding costs arithmetic, a family of its own costs launches. On a CPU both are about even here (docs/decisions.md).
+Padding costs arithmetic, a group of its own costs launches. On a CPU both are about even here (benchmarks/NOTES.md).
 """
 
 Shape = tuple[int, int, int]
@@ -87,7 +87,7 @@ class TTCores(NamedTuple):
 
 
 class ShapeGroup:
-    """What the shapes of trains with equal keys decide about their steps, valid as long as the shapes stay.
+    """Decisions about steps that follow from the shapes of tensor trains with equal keys; valid while the shapes stay.
 
     A decision that is the same for all trains is a plain bool, one that is not a mask ``(trains, 1, 1, 1)``.
 
@@ -104,7 +104,7 @@ class ShapeGroup:
     still: dict[int, bool | Tensor]
     """For each place with a gradient: whether that neighbour leaves nothing to it."""
     part: Tensor
-    """What each of m moving cores has of the step of the matrix, ``1 / sqrt(m)``: ``(trains, 1, 1, 1)``."""
+    """The share of each of m moving cores in the step of the matrix, ``1 / sqrt(m)``: ``(trains, 1, 1, 1)``."""
     live: list[Tensor | None]
     """For each bond, outer ones too, which ranks are no padding: ``(trains, largest rank)``; None for all."""
 
@@ -188,7 +188,7 @@ def only_mixes_ranks(shape: Shape, on_left: bool) -> bool:
 def orthogonal_steps(shape_group: ShapeGroup, cores: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
     """Steps of the cores that move, each of about one in the orthogonal gauge; not yet divided among them.
 
-    What a neighbour towards the centre can do as well is left to it, if it has a gradient.
+    Directions that a neighbour towards the centre shares are left to that neighbour, if it has a gradient.
 
     Args:
         shape_group: What the shapes decide.
@@ -245,7 +245,7 @@ class TTMuonState(dict[str, Any]):
         raise ValueError(
             "The checkpoint has the state of TTMuon, the optimizer of ComeraTrainer, and another optimizer was to "
             "load it, say that of a plain Trainer. Resume with ComeraTrainer, or load the weights by from_pretrained "
-            "and start anew."
+            "and start from step 0."
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -259,20 +259,20 @@ torch.serialization.add_safe_globals([TTMuonState])  # so that it is read with w
 class TTMuon(torch.optim.Optimizer):
     """Steps that move the implied matrices of a compressed model as far as AdamW moves dense ones at the same rate.
 
-    For every core, the momentum of its gradient is moved into the orthogonal gauge (where a step on the core is an
-    equal step on the matrix), freed of what a neighbour does as well, and orthogonalised; so every direction that the
-    core can give the matrix gets an equal step. Of m cores that move, each has a step of spectral norm
-    ``certainty * lr * COHERENCE * sqrt(rows * columns / m)`` in that gauge at its own bond, to the accuracy of the
-    iteration (0.7 to 1.2); the steps of different cores are orthogonal, and at full rank there is one, that of the
-    dense matrix. The certainty of a core is the norm of the mean of its last gradients over the mean of their norms:
-    1 where all agree, 0.23 where they are noise (at momentum 0.9). AdamW's steps shrink in the same way.
+    For every core, the momentum of its gradient is moved into the orthogonal gauge, where a step on the core is an
+    equal step on the matrix. Directions that a neighbour shares are removed, and the rest is orthogonalised. So every
+    direction that the core can give the matrix gets an equal step. Of m cores that move, each has a step of spectral
+    norm ``certainty * lr * COHERENCE * sqrt(rows * columns / m)`` in that gauge at its own bond. The iteration reaches
+    0.7 to 1.2 of it. Steps of different cores are orthogonal; at full rank there is one, the step of the dense matrix.
+    The certainty of a core is the norm of the mean of its last gradients over the mean of their norms. It is 1 where
+    all agree, and 0.23 where they are noise (at momentum 0.9). AdamW's steps shrink in the same way.
 
     Neither the scale of the gradients nor, up to damping, scale and basis between the cores matter to the steps of
     cores. Weight decay shrinks the implied matrix by ``1 - lr * weight_decay``. Parameters that are no cores are
     trained by ``torch``'s AdamW. Rank gates are left out of the gauge: as they scale a rank, they scale its steps.
 
-    A step waits for nothing on the device. With the ``lr`` of each group in a scalar tensor there, best of float64, as
-    :class:`hf_comera.GraphedStep` puts it, steps can be part of a CUDA graph and still follow a schedule.
+    A step waits for nothing on the device. Steps can be part of a CUDA graph and still follow a schedule if the ``lr``
+    of each group is a scalar tensor there, best of float64. :class:`hf_comera.GraphedStep` makes it so.
 
     Args:
         model: The model to train; layers in tensor-train form are found in it. Freeze before making the optimizer:
@@ -381,7 +381,7 @@ class TTMuon(torch.optim.Optimizer):
             found[key, shapes] = self._shape_groups.get((key, shapes)) or shape_groups(tensor_trains)
             for members, shape_group in found[key, shapes]:
                 self._step_shape_group(shape_group, [tensor_trains[index] for index in members], group)
-        self._shape_groups = found  # without those of ranks that have been cut since
+        self._shape_groups = found  # without groups of ranks that have been pruned since
 
     def _step_shape_group(self, shape_group: ShapeGroup, tensor_trains: list[TTCores], group: dict[str, Any]) -> None:
         """Step trains of equal factors together."""
@@ -407,8 +407,9 @@ class TTMuon(torch.optim.Optimizer):
     ) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Advance the momenta of cores and look ahead along them; stacked, one for each place, and how sure they are.
 
-        The certainty of a place, ``(trains, 1, 1, 1)`` from 0 to 1, is how far the last gradients of its cores agree:
-        the norm of their mean over the mean of their norms; both began at zero, so they are too small alike.
+        The certainty of a place, ``(trains, 1, 1, 1)`` from 0 to 1, tells how far the last gradients of its cores
+        agree. It is the norm of their mean over the mean of their norms; both began at zero, so they are too small
+        alike.
         """
         cores = [core for of_place in places for core in of_place]
         for core in cores:

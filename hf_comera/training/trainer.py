@@ -100,7 +100,7 @@ class ComeraTrainerMixin:
 
     @property
     def rank_callback(self) -> ComeraCallback | None:
-        """What trains the ranks, if they are trained; resuming may put another one in."""
+        """The callback that trains the ranks, if they are trained; resuming may put another one in."""
         callbacks = self.callback_handler.callbacks
         return next((callback for callback in callbacks if isinstance(callback, ComeraCallback)), None)
 
@@ -233,7 +233,7 @@ class ComeraTrainerMixin:
         return step
 
     def _leave_out_of_the_loop(self, step: GraphedStep) -> None:
-        """What the loop does to gradients and optimizer after :meth:`training_step` has been done by ``step``."""
+        """Skip the loop's own work on gradients and optimizer after :meth:`training_step`: ``step`` has done it."""
         optimizer: Any = self.optimizer
 
         @functools.wraps(optimizer.step)  # schedulers look for the mark that they left on it
@@ -255,13 +255,13 @@ TRAINER_STATE = "trainer_state.json"
 """Written last by Transformers."""
 
 STATES = {"optimizer.pt": "*optimizer*", "scheduler.pt": "scheduler.pt", "rng_state.pth": "rng_state*.pth"}
-"""What a training goes on from besides weights and step, and how it may be called; sharded optimizers are folders."""
+"""State that a training resumes from besides weights and step, and its file names; sharded optimizers are folders."""
 
-_ANEW = "Start anew, from weights that are there by from_pretrained: trainer.train()."
+_START_OVER = "Start from step 0, with existing weights by from_pretrained: trainer.train()."
 
 
 def checkpoint_to_resume(trainer: Any, wanted: str | os.PathLike[str] | bool | None) -> str | bool | None:
-    """What a Trainer is to resume from where ``wanted`` was asked for; what it refuses itself is left to it.
+    """The checkpoint that a Trainer resumes from for ``wanted``; cases that it refuses itself are left to it.
 
     Args:
         trainer: Whose output folder is searched if ``wanted`` is True: for the newest whole checkpoint.
@@ -318,7 +318,7 @@ def _note_best(state: TrainerState, final: Path, *, is_noted: bool) -> None:
 
 
 def _flaw(checkpoint: Path, *, has_states: bool) -> str | None:
-    """What keeps a training from going on from a checkpoint, or None."""
+    """The reason why a training cannot resume from a checkpoint, or None."""
     if (checkpoint / MANIFEST).exists() and (found := damage(checkpoint)):
         return found
     if not (checkpoint / TRAINER_STATE).is_file():
@@ -336,7 +336,8 @@ def _newest(folder: Path, flaw: Any, told: Any) -> Path | None:
     newest, flaws = newest_whole(folder, flaw)
     if newest is None and flaws:
         raise ValueError(
-            f"resume_from_checkpoint=True: no checkpoint in {folder} can be resumed from. {'; '.join(flaws)}. {_ANEW}"
+            f"resume_from_checkpoint=True: no checkpoint in {folder} can be resumed from. {'; '.join(flaws)}. "
+            f"{_START_OVER}"
         )
     for found in flaws:
         told("Passed over, since %s. Training goes on from %s.", found, newest)
@@ -344,9 +345,9 @@ def _newest(folder: Path, flaw: Any, told: Any) -> Path | None:
 
 
 def _way_out(checkpoint: Path, flaw: Any) -> str:
-    """What can be resumed from instead."""
+    """The checkpoint to resume from instead, in a sentence."""
     is_numbered = checkpoint in checkpoints(checkpoint.parent)
     before, _ = newest_whole(checkpoint.parent, flaw, below=checkpoint_step(checkpoint) if is_numbered else None)
     if before is not None:
         return f"The newest whole one before it: resume_from_checkpoint={str(before)!r}."
-    return f"None before it is whole. {_ANEW}"
+    return f"None before it is whole. {_START_OVER}"

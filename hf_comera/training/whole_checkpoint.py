@@ -1,7 +1,7 @@
 """Checkpoints of a training that are whole or refused: each lists its files with sizes and digests, written last.
 
-A checkpoint is written in a folder beside its place, put on the disk, and renamed: a process that ends, or a machine
-that loses power, leaves it there whole or not at all. What happens to its files later is found before one is loaded.
+A checkpoint is written in a folder beside its place, put on the disk, and renamed. So a process that ends, or a
+machine that loses power, leaves it there whole or not at all. Later damage to its files is found before one is loaded.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def checkpoint_step(path: Path) -> int:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with the files of a checkpoint: file, what was found, what was written. None if it is whole.
+    """The damage to the files of a checkpoint: file, contents found, contents written. None if it is whole.
 
     Files that are not in its list, such as those of callbacks, are left alone.
     """
@@ -160,7 +160,7 @@ def _list_files(checkpoint: Path, facts: dict[str, Any]) -> None:
 
 
 def _move(home: Path, final: Path) -> None:
-    """Put what is whole in its place; what was there goes last."""
+    """Put the whole folder in its place; the one that was there goes last."""
     if final.exists():
         final.rename(home / "replaced")
     (home / final.name).rename(final)
@@ -177,7 +177,7 @@ def _digest(path: Path) -> str:
 
 
 def _told(error: BaseException, final: Path) -> OSError | None:
-    """What the disk refused, in one sentence with the remedy; None if it was something else that went wrong."""
+    """The refusal of the disk, in one sentence with the remedy; None for any other error."""
     refusal = disk_refusal(error)
     if refusal is None:
         return None

@@ -1,15 +1,15 @@
 """Gauges of a tensor train: cores that stand for the same matrix, the canonical ones, and steps free of the choice.
 
-The canonical basis. Across bond k the implied tensor is a matrix ``U V``: ``U`` what the cores on the left stand for,
-``V`` those on the right. In the canonical basis ``U = P S^(1/2)`` and ``V = S^(1/2) Q`` with orthonormal ``P, Q`` and
-the singular values ``S`` of that matrix: no rank can be had from the others, so what each is worth can be told. The
-change of basis is exact, every bond has one of its own, and the Gram matrices of the interfaces are enough to find it.
+The canonical basis. Across bond k the implied tensor is a matrix ``U V``: ``U`` is the product of the cores on the
+left, ``V`` of the cores on the right. In the canonical basis ``U = P S^(1/2)`` and ``V = S^(1/2) Q`` with orthonormal
+``P, Q`` and the singular values ``S`` of that matrix. No rank is a mixture of others, so each has a worth. The change
+of basis is exact, every bond has one of its own, and the Gram matrices of the interfaces are enough to find it.
 
 Steps on single cores. The implied tensor is ``left interface * core * right interface``, where the interfaces are the
-products of the cores on either side. Where both are isometries (the orthogonal gauge centred at that core), a step on
+products of the cores on either side. In the orthogonal gauge centred at that core both are isometries. There a step on
 the core is a step of equal size on the matrix, and the core's gradient is the gradient of the matrix, projected. A
-tensor train can be in that gauge for one core at a time; but the r x r Gram matrices of the interfaces are enough to
-move a gradient into it and a step out of it, for all cores at once and without touching the cores.
+tensor train can be in that gauge for one core at a time. But the r x r Gram matrices of the interfaces are enough to
+move a gradient into it and a step out of it. That serves all cores at once, and leaves the cores as they are.
 
 All functions take stacks of tensor trains of equal shapes: any leading axes before those of a core. Tensor trains of
 other ranks can be among them, zero-padded to equal shapes: padding stays zero and changes nothing if it is named
@@ -37,8 +37,8 @@ __all__ = [
 # Shapes here: r_k = ranks, n_k = middle axes of the cores (one or more).
 
 
-# Of the largest eigenvalue, or singular value: weaker directions are taken as so strong, which keeps the change of
-# basis invertible, in float64, where cores do not use all their ranks.
+# Part of the largest eigenvalue, or singular value, that weaker directions are raised to. So the change of basis stays
+# invertible, in float64, where cores do not use all their ranks.
 FLOOR = 1e-10
 
 
@@ -50,8 +50,8 @@ def canonical_bases(cores: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]
         descending; all in float64.
 
     Source:
-        Vidal, "Efficient classical simulation of slightly entangled quantum computations", 2003: the canonical form of
-        a train, whose diagonal matrices between cores are these singular values; here they are split between both.
+        Vidal, "Efficient classical simulation of slightly entangled quantum computations", 2003. The diagonal matrices
+        between cores of that canonical form are these singular values; here they are split between both neighbours.
     """
     flat = [core.detach().double().flatten(1, -2) for core in cores]
     left, right = interface_grams(flat)
@@ -94,8 +94,8 @@ def _roots(gram: Tensor) -> tuple[Tensor, Tensor]:
 # Shapes here: ... = any leading axes (trains of equal shapes), K = cores, r_k = ranks, n_k = factors.
 
 
-# Part of the mean that is added to the spectrum of an interface: a direction in which the other cores are almost zero
-# would otherwise ask for an almost infinite step.
+# Part of the mean that is added to the spectrum of an interface. Without it, a direction in which the other cores are
+# almost zero would ask for an almost infinite step.
 DAMPING = 1e-3
 
 
@@ -174,11 +174,11 @@ def to_core(step: Tensor, left: Factor, right: Factor) -> Tensor:
 def remove_gauge(
     gradient: Tensor, core: Tensor, outer: Factor, *, on_left: bool, live: Tensor | None = None
 ) -> Tensor:
-    """Take out of a core's gradient what the neighbour towards the centre can do as well.
+    """Take out of a core's gradient the directions that the neighbour towards the centre shares.
 
-    What only mixes the ranks of the bond towards the centre, ``core -> core X``, the next core can take over: both
-    would move the matrix in the same direction. With that part left to one core, the centre, the directions of all
-    cores are orthogonal.
+    A step that only mixes the ranks of the bond towards the centre, ``core -> core X``, can be left to the next core:
+    both would move the matrix in the same direction. With that part left to one core, the centre, the directions of
+    all cores are orthogonal.
 
     Args:
         gradient: In the orthogonal gauge, ``(..., r_{k-1}, n_k, r_k)``.

@@ -20,10 +20,10 @@ __all__ = ["RULE", "Product", "half_products", "path_products", "prefers_dense",
 WORTH_DENSE = 1.25
 """Numbers of both halves over those of the matrix, from which on a layer is dense.
 
-At 1 both paths multiply equally often: a forward pass then takes equally long, and a training step 1.3 times as long
+At 1 both paths multiply equally often, and a forward pass takes equally long. A training step takes 1.3 times as long
 on the dense path, whose gradient goes back into the halves (768 x 768, 4,096 rows, one CPU thread). At 1.33 the dense
-path is 1.6 times as fast forward and 1.2 times in training. Of 54 measured cases the rule misses three by more than
-1 %: training with 1 to 512 rows at 1.33 (docs/decisions.md).
+path is 1.6 times as fast forward and 1.2 times in training. Of 54 measured cases the rule misses three by more than 1
+%: training with 1 to 512 rows at 1.33 (benchmarks/NOTES.md).
 """
 
 RULE = f"dense where r (N + M) > {WORTH_DENSE:g} N M, for N x M features and middle rank r in multiples of 8"
@@ -32,10 +32,10 @@ RULE = f"dense where r (N + M) > {WORTH_DENSE:g} N M, for N x M features and mid
 def prefers_dense(in_features: int, out_features: int, rank: int) -> bool:
     """Whether the dense path is taken: :data:`RULE`.
 
-    Neither rows nor device count: so all processes agree, a short last batch is computed like the others, and compiled
-    code decides once. One row is no exception: in evaluation the matrix is kept, and then sooner for any number of
-    rows. Where it is built anew for few rows, in training or compiled, the low-rank path would be sooner; but a train
-    of such ranks is about as large as the dense matrix, so it is a case to leave, not to plan for.
+    Neither rows nor device count. So all processes agree, a short last batch is computed like the others, and compiled
+    code decides once. One row is no exception: evaluation caches the matrix, which is then faster for any number of
+    rows. In training or compiled code the matrix is built for each pass, and with few rows the low-rank path would be
+    faster. But a tensor train of such ranks is about as large as the dense matrix: a case to avoid, not to plan for.
 
     Args:
         in_features: N.
@@ -78,7 +78,7 @@ def total_cost(products: Iterable[Product], *, training: bool) -> tuple[int, int
 
 
 def half_products(factors: Sequence[int], ranks: Sequence[int], dtype: torch.dtype) -> list[Product]:
-    """What contracts the cores of one half, from the outer end inwards.
+    """The products that contract the cores of one half, from the outer end inwards.
 
     Args:
         factors: From the outer end.

@@ -131,7 +131,7 @@ def save_checkpoint(
     with writing(final, is_main=is_main, wait=wait, step=step) as unfinished:
         accelerator.save_state(str(unfinished))
         own = accelerator.process_index
-        (unfinished / f"random_states_{own}.pkl").unlink(missing_ok=True)  # written below, as JSON
+        (unfinished / f"random_states_{own}.pkl").unlink(missing_ok=True)  # JSON below: Accelerate skips a bad one
         _write(unfinished / f"random_states_{own}.json", random_states(accelerator.device))
         if is_main:
             if kept_folder is not None and kept_folder.is_dir():

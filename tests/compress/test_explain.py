@@ -93,7 +93,7 @@ def test_large_ranks_are_told_to_go_dense():
     settings = {"in_factors": (12, 8, 8), "out_factors": (8, 8, 12), "ranks": 768, "device": "meta"}
     explanation = explain(nn.ModuleDict({"query": TTLinear(768, 768, **settings)}), 32, 128)
     assert [row.path for row in explanation.rows] == ["dense"]
-    assert "is the soonest way: query. At these ranks" in " ".join(explanation.notes)
+    assert "is the fastest way: query. At these ranks" in " ".join(explanation.notes)
 
 
 def test_what_is_too_small_is_named():

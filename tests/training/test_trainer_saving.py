@@ -102,7 +102,7 @@ def test_a_damaged_file_is_named_and_the_one_before_taken(name, harm, folder, ca
     harm(before / name, newest)
     with pytest.raises(ValueError, match=r"None before it is whole"):
         trainer.train(resume_from_checkpoint=newest)
-    with pytest.raises(ValueError, match=r"checkpoint-4.*checkpoint-2.*Start anew"):
+    with pytest.raises(ValueError, match=r"checkpoint-4.*checkpoint-2.*Start from step 0"):
         trainer.train(resume_from_checkpoint=True)
 
 
@@ -185,7 +185,7 @@ def test_saving_the_model_only_still_works_and_is_not_resumed_from(tmp_path):
     checkpoint = tmp_path / "checkpoint-2"
     assert damage(checkpoint) is None
     assert torch.equal(load_file(checkpoint / "model.safetensors")["layer.weight"], weights(trainer))
-    with pytest.raises(ValueError, match=r"optimizer.pt is missing.*save_only_model=True.*Start anew"):
+    with pytest.raises(ValueError, match=r"optimizer.pt is missing.*save_only_model=True.*Start from step 0"):
         train(tmp_path, True)
 
 

@@ -18,7 +18,7 @@ class _WaitForTables:
     """An import hook that waits for one module and enters ``comera`` there."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """What Python asks of every import hook; all modules but one are left to the others."""
+        """The method that Python calls on every import hook; all modules but one are left to the others."""
         if name != TABLES:
             return None
         sys.meta_path.remove(self)
@@ -51,7 +51,7 @@ def _quantizer(*args: object, **kwargs: object) -> object:
 
 
 def _registered(table: str) -> type:
-    """What hf_comera enters in place of what stands for it."""
+    """The class that hf_comera enters in place of its placeholder."""
     try:
         importlib.import_module("hf_comera")
     except ModuleNotFoundError as error:

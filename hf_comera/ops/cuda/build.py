@@ -5,8 +5,8 @@ emulation for tests. A build is keyed by sources, compiler and architecture, wri
 into it, under a file lock: several processes build once.
 
 Loading a library runs its code, and its name in the cache follows from public sources. So folders are made for their
-owner alone, and a folder or library that others own or may write is refused. What is checked is what was opened, not
-what a path means a moment later.
+owner alone, and a folder or library that others own or may write is refused. The checks look at the opened file, not
+at the file that a path means a moment later.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class KernelBuild(NamedTuple):
 
     library: Path
     log: Path
-    """What the compiler said, with the resources of every kernel where it was nvcc."""
+    """Output of the compiler, with the resources of every kernel if it was nvcc."""
 
 
 class _Compiler(NamedTuple):
@@ -89,7 +89,7 @@ def find_gcc() -> str | None:
 
 
 def compiler_version(program: str) -> str:
-    """What the compiler says of itself.
+    """The version line of the compiler.
 
     Raises:
         KernelBuildError: If it does not run.
@@ -217,7 +217,7 @@ def _compile_into(folder: Path, compiler: _Compiler, library: str) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """What a compiler printed.
+    """Run a compiler; its output.
 
     Raises:
         KernelBuildError: With all it printed, if it fails.
@@ -314,6 +314,4 @@ def _check(path: Path, found: os.stat_result) -> None:
         remedy = f"If nobody did, run `chmod -R go-w {path}`; else delete it or set HF_COMERA_CACHE to another place"
     else:
         return
-    raise KernelBuildError(
-        f"{path} in the cache of compiled kernels {trouble}: what others can write is not loaded. {remedy}."
-    )
+    raise KernelBuildError(f"{path} in the cache of compiled kernels {trouble}; such a file is not loaded. {remedy}.")

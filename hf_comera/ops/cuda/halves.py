@@ -37,9 +37,9 @@ class Half(NamedTuple):
     cores: Sequence[Tensor]
     is_left: bool
     features: int
-    """At most the product of the ``n``; what is beyond is cut off."""
+    """At most the product of the ``n``; features beyond are cut off."""
     rank: int
-    """At least ``R``; what is beyond is zeros."""
+    """At least ``R``; rows beyond are zeros."""
     gates: Sequence[Tensor] = ()
 
     @property
@@ -158,7 +158,7 @@ def _launch(
 
 
 def _core_words(half: Half, grads: Sequence[Tensor]) -> Iterator[int]:
-    """What the table says of each core."""
+    """The words of the table for each core."""
     num_cores = len(half.cores)
     for place, core in enumerate(half.cores):
         has_gate = place < len(half.gates)

@@ -77,7 +77,7 @@ MINIMUM_CAPABILITY = (8, 0)
 
 
 class KernelResources(NamedTuple):
-    """What one compiled kernel takes of a multiprocessor."""
+    """The resources of a multiprocessor that one compiled kernel takes."""
 
     kernel: str
     architecture: str

@@ -1,8 +1,8 @@
 """Calls of the CUDA kernels of a low-rank layer: torch tensors in and out, on the current stream.
 
-The kernels read the dtype of the activations: bfloat16 with sums in float32; float32 by tensor cores in tf32 where
-torch allows that for matrix products, else each product from three in tf32, which is as exact as float32.
-CPU tensors go to the emulated kernels, which are for tests.
+The kernels read the dtype of the activations. Products of bfloat16 have sums in float32. Products of float32 run in
+tf32 where torch allows that for matrix products; else each is made from three in tf32, as exact as float32. CPU
+tensors go to the emulated kernels, which are for tests.
 """
 
 # Shapes here: T = tokens (any leading axes), I = in features, O = out features, R = rank, a multiple of 8.

@@ -44,7 +44,7 @@ def lookup_refusal(ids: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype)
 def ttm_rows(
     ids: Tensor, left: Tensor, right: Tensor, num_embeddings: int, embedding_dim: int, dtype: torch.dtype
 ) -> Tensor:
-    """Rows ``ids`` of the table that two half tables stand for, each made anew; sums in float32.
+    """Rows ``ids`` of the table that two half tables stand for, each made for itself; sums in float32.
 
     An id outside ``[0, num_embeddings)`` gives a row of NaN.
 

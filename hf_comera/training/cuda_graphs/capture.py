@@ -37,7 +37,7 @@ class CudaCapture:
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
-        """What stands against graphs on ``device``; None if nothing does."""
+        """The reason against graphs on ``device``, or None."""
         if device.type != "cuda":
             return f"the model is on {device.type!r}, and CUDA graphs need a CUDA device"
         return None
@@ -95,10 +95,10 @@ class CaptureWatch(TorchDispatchMode):
     """Holds on to every tensor from outside that the operations within use, and refuses what a graph cannot hold.
 
     A graph knows addresses only. Parameters live long enough, but it also reads tables of indices out of caches, which
-    drop them whenever they like. A value that is read decides what is recorded, and all replays would stay with it:
-    CUDA refuses that for its own memory, but a model may draw on the host, say which layers to leave out. Where CUDA
-    refuses by itself, it ends the recording, after which torch may not draw random numbers any more; so everything
-    that waits for the device is refused here, before CUDA sees it.
+    drop them whenever they like. A value that is read decides which operations are recorded, and all replays would
+    stay with it. CUDA refuses that for its own memory, but a model may draw on the host, say which layers to leave
+    out. Where CUDA refuses by itself, it ends the recording, after which torch may not draw random numbers any more.
+    So everything that waits for the device is refused here, before CUDA sees it.
 
     Raises:
         RuntimeError: If a value is read on the host, the size of a result depends on values, or a copy between host

@@ -16,7 +16,7 @@ class PaddingBuckets:
 
     Args:
         lengths: The lengths that there shall be, or None for batches as they come.
-        pad_values: For each tensor of a batch that has a sequence axis, its second, what is put behind the sequence;
+        pad_values: For each tensor of a batch that has a sequence axis, its second: the value that pads the sequence.
             None for a tensor of two or more axes that has none.
 
     Raises:
@@ -69,7 +69,7 @@ class PaddingBuckets:
         if name not in self.pad_values:
             raise ValueError(
                 f"The batch has {name!r} of shape {tuple(tensor.shape)}, and how to pad it is not known. Give "
-                f"pad_values={{{name!r}: 0}} with what belongs behind a sequence, or {{{name!r}: None}} if its second "
+                f"pad_values={{{name!r}: 0}} with the value that pads a sequence, or {{{name!r}: None}} if its second "
                 "axis is no sequence."
             )
         return self.pad_values[name] is None
@@ -79,9 +79,9 @@ class StaticBatch:
     """Tensors on the device into which batches of the same padded shapes are copied.
 
     Args:
-        batch: The first one; what is no tensor is kept.
+        batch: The first one; entries that are no tensors are kept.
         shapes: Of its tensors, padded.
-        pad_values: What goes behind a sequence.
+        pad_values: The values that pad a sequence.
         device: Where the tensors lie.
     """
 
@@ -108,7 +108,7 @@ class StaticBatch:
 
 
 def pad_values_of(model: nn.Module, given: Mapping[str, float | None] | None) -> dict[str, float | None]:
-    """What the tensors of a batch for ``model`` are padded with: the usual values, and those that were given."""
+    """The padding values of the tensors of a batch for ``model``: the usual ones, and the given ones."""
     token = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
     usual: dict[str, float | None] = {
         "input_ids": token,

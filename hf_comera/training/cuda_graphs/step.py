@@ -30,7 +30,7 @@ ComputeLoss = Callable[[dict[str, Any]], Tensor]
 
 @dataclass
 class _Plan:
-    """What is kept for batches of one shape."""
+    """The state for batches of one shape."""
 
     batch: StaticBatch
     num_warm: int = 0
@@ -52,12 +52,12 @@ class GraphedStep:
     A step is the forward and backward pass, clipping, ``adapter.before_step``, the step of the optimizer,
     ``adapter.after_step`` and ``zero_grad``; call none of these yourself. The first steps of each shape run as usual,
     on the stream that is recorded later: they are real steps, so nothing has to be put back afterwards. Learning
-    rates are read anew for each step. A cut of ranks, the next stage of rank adaptation and a loaded optimizer state
-    have graphs recorded anew.
+    rates are read for each step. Pruning, the next stage of rank adaptation and a loaded optimizer state
+    have graphs recorded again.
 
-    Where a graph cannot be had the step runs as usual: on a CPU, with an optimizer that cannot be recorded, for a
-    batch with fewer rows than others, for a sequence longer than the largest bucket, after a recording that failed.
-    Each reason is reported once, and counted in :attr:`eager_steps`.
+    The step runs as usual on a CPU, with an optimizer that cannot be recorded, and after a recording that failed. So
+    it does for a batch with fewer rows than others, and for a sequence longer than the largest bucket. Each reason is
+    reported once, and counted in :attr:`eager_steps`.
 
     Hooks of modules and of the optimizer's step do not run in replays. After changing frozen parameters for other
     tensors, the modes of single layers, or to smaller batches, call :meth:`reset`.
@@ -141,7 +141,7 @@ class GraphedStep:
         return loss
 
     def reset(self) -> None:
-        """Let go of all graphs and of the size of batches; steps are recorded anew, after some that warm up."""
+        """Let go of all graphs and of the size of batches; steps are recorded again, after some that warm up."""
         self._plans.clear()
         self._largest_rows = 0
         if self._capture is not None:
@@ -268,7 +268,7 @@ class GraphedStep:
         return loss
 
     def _situation(self) -> tuple[Any, ...]:
-        """What a graph depends on besides the batch, and may come back."""
+        """Settings that a graph depends on besides the batch, and that may come back."""
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         settings = tuple(
@@ -280,7 +280,7 @@ class GraphedStep:
         return self.model.training, autocast, settings
 
     def _held(self) -> list[Any]:
-        """What a graph depends on and that does not come back: the stage, and where lies what it writes to."""
+        """Settings that a graph depends on and that do not come back: the stage, and the addresses it writes."""
         held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         stage = [] if self.adapter is None else [self.adapter.stage]
         state = [] if self.adapter is None else self.adapter.device_state()
@@ -288,7 +288,7 @@ class GraphedStep:
 
 
 def _kind(value: Any) -> Any:
-    """What of an entry of a batch a graph is for: the dtype of a tensor, or the value itself."""
+    """The property of a batch entry that a graph is bound to: the dtype of a tensor, or the value itself."""
     return value.dtype if isinstance(value, Tensor) else value
 
 

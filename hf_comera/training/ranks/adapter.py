@@ -55,7 +55,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 LOSS_MEMORY = 0.95
-"""Decay a step of the smoothed loss: the last twenty steps or so, fewer than between two cuts of a long training."""
+"""Decay a step of the smoothed loss: the last twenty steps or so, fewer than between prunings of a long training."""
 EFFECT_MEMORY = 0.98
 """Decay a step of what the loss depends on: the last fifty steps or so decide."""
 FASTEST = 0.5
@@ -81,9 +81,9 @@ class RankAdapter:
             optimizer.zero_grad()
         adapter.finish()
 
-    Gates are moved by the optimizer for the loss, and by a proximal step for the size. At every cut the bonds are put
-    into their canonical bases, where ranks are orthogonal and sorted and gates are folded into them; then dead ranks
-    are cut and, where a size is wanted, the least important ones (:func:`rank_importance`).
+    Gates are moved by the optimizer for the loss, and by a proximal step for the size. At every pruning the bonds are
+    put into their canonical bases, where ranks are orthogonal and sorted, and gates are folded. Then dead ranks are
+    pruned and, where a size is wanted, the least important ones (:func:`rank_importance`).
 
     Args:
         model: A compressed model with rank gates (:func:`hf_comera.training.add_rank_gates`), bare or in DDP.
@@ -92,11 +92,11 @@ class RankAdapter:
         total_steps: Optimizer steps of the whole training.
 
     Raises:
-        ValueError: If gates are missing in the model or the optimizer, are decayed, the stages do not fit into the
-            training, or the wanted size cannot be reached; the smallest possible one is named.
+        ValueError: If gates are missing in the model or the optimizer, or are decayed. Also if the stages do not fit
+            into the training, or the wanted size cannot be reached; the smallest possible one is named.
 
     Source:
-        CoMERA, arXiv:2405.14377 (gates, stages, size objective); cuts in canonical bases are ours.
+        CoMERA, arXiv:2405.14377 (gates, stages, size objective); pruning in canonical bases is ours.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class RankAdapter:
         self.effects = torch.zeros(len(self.table.gates), dtype=torch.float64, device=device)
         """Decayed mean of what the loss depends on each bond."""
         self.strengths = torch.ones(self.table.num_gates, device=device)
-        """Singular value of each rank at the last cut, over the largest of its bond."""
+        """Singular value of each rank at the last pruning, over the largest of its bond."""
         self.loss_sums = torch.zeros(2, dtype=torch.float64, device=device)
         """Decayed sum of losses, and of ones."""
         wanted_loss = torch.nan if settings.wanted_loss is None else settings.wanted_loss
@@ -165,7 +165,7 @@ class RankAdapter:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Push the gates, and cut ranks where it is time; call it after the optimizer's step."""
+        """Push the gates, and prune ranks where it is time; call it after the optimizer's step."""
         if only_gathers(self._given_optimizer):
             return
         if not self._has_seen_loss:
@@ -192,7 +192,7 @@ class RankAdapter:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """The part of :meth:`after_step` that follows the push: count the step, and cut ranks where it is time."""
+        """The part of :meth:`after_step` that follows the push: count the step, and prune ranks where it is time."""
         self.step += 1
         if self.step == 1:  # the optimizer has a state from now on
             check_moments(self.table.layers, self.optimizer)
@@ -206,7 +206,7 @@ class RankAdapter:
         """Meet the wanted size, whatever happened before, and fold the gates into the cores."""
         if self.budget is not None and core_parameters(self.table) > self.budget:
             logger.warning(
-                "The wanted size was not reached in %d of %d steps; the rest is cut off now, without training after "
+                "The wanted size was not reached in %d of %d steps; the rest is pruned now, without training after "
                 "it.", self.step, self.stages.total,
             )  # fmt: skip
             self._cut(self.budget)
@@ -273,8 +273,8 @@ class RankAdapter:
 
         The proximal step of the size objective on all gates, and of the squared norm on the cores.
 
-        What is shrunk are the singular values over the largest of their bond: those of the last cut, times the gates.
-        So weak ranks reach zero long before strong ones; none faster than the optimizer could hold it for the loss.
+        The step shrinks the singular values of the last pruning times the gates, over the largest of their bond. So
+        weak ranks reach zero long before strong ones; none faster than the optimizer could hold it for the loss.
         """
         if self.stage == "final" or not self.table.gates:
             return
@@ -298,7 +298,7 @@ class RankAdapter:
         return max(self.stages.budget(steps, self.start_size, self.budget), self.budget)
 
     def _cut(self, budget: int | None) -> None:
-        """Go to the canonical bases; cut dead ranks and, above ``budget``, the least important others."""
+        """Go to the canonical bases; prune dead ranks and, above ``budget``, the least important others."""
         spectra = to_canonical_basis(self.table.layers, self.optimizer)
         agree_on_bases(self.ddp, self.table.layers, self.optimizer, spectra)
         relative = torch.cat([values / values[0].clamp_min(torch.finfo(values.dtype).tiny) for values in spectra])
@@ -341,7 +341,7 @@ def check_state(state: dict[str, Any], keys: AbstractSet[str], settings: RankAda
     if state["total_steps"] != total_steps:
         raise ValueError(
             f"total_steps={total_steps}, but the training to resume was one of {state['total_steps']}, and its stages "
-            "were laid out for them. Resume with as many steps, or start anew from its weights."
+            "were laid out for them. Resume with as many steps, or start from step 0 with its weights."
         )
     if "settings" not in state:
         logger.warning("The state of rank adaptation does not say its settings. Training goes on with %s.", settings)

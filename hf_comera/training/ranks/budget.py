@@ -118,8 +118,8 @@ class _Trimmed:
 def trim(layers: Sequence[LayerRanks], budget: int) -> list[list[np.ndarray]]:
     """Remove ranks one at a time, the one of the least importance per parameter first, until ``budget`` is met.
 
-    What the last removal saved too much is given back: at the end no removed rank fits any more, nor a removed train
-    with one rank everywhere, so the size is within one of these of the budget.
+    If the last removal saved more than needed, ranks that fit are given back. At the end no removed rank fits any
+    more, nor a removed tensor train with one rank everywhere, so the size is within one of these of the budget.
 
     Args:
         layers: The trains with the importance of their ranks.
@@ -157,7 +157,7 @@ def choose_ranks(
 ) -> list[Tensor]:
     """Which ranks to keep: without a budget those that are not dead, with one the most important that fit in.
 
-    With a budget, dead ranks go first, also where the budget has room for them, but not so many that the wanted
+    With a budget, dead ranks go first, also where the budget has room for them. But they do not go where the wanted
     size would be missed by more than a rank.
 
     Args:
@@ -293,4 +293,6 @@ def warn_of_small_model(model: nn.Module, table: BondTable, budget: int | None) 
     if budget is not None and budget >= cores:
         size = ungated_parameters(model)
         wanted = size - cores + budget
-        logger.warning("No rank will be cut: %s parameters, no more than the wanted %s.", f"{size:,}", f"{wanted:,}")
+        logger.warning(
+            "No rank will be pruned: %s parameters, no more than the wanted %s.", f"{size:,}", f"{wanted:,}"
+        )

@@ -26,11 +26,11 @@ class ComeraCallback(TrainerCallback, ExportableState):
     Gates are added when the Trainer is made, so that its optimizer holds them. The state is part of every checkpoint,
     and resuming from one goes on exactly. When training ends, the model has the wanted size and no gates.
 
-    With a plain Trainer the loss of the steps is read from the outputs of the model, so batches need labels; an
+    With a plain Trainer the loss of the steps is read from the outputs of the model, so batches need labels. An
     optimizer that suits cores is ``optimizer_cls_and_kwargs=(TTMuon, {"model": model, "lr": 1e-3})``, made after
     ``add_rank_gates(model)``. Where whole layers are removed, groups of parameters in ``optimizer_cls_and_kwargs``
-    cannot be resumed, since the loading of an optimizer that is made so late cannot be seen from a callback: give the
-    optimizer itself (``optimizers``).
+    cannot be resumed, since a callback cannot see the loading of an optimizer that is made so late. Pass the optimizer
+    itself instead (``optimizers``).
 
     Args:
         rank_adaptation: The settings.
@@ -46,7 +46,7 @@ class ComeraCallback(TrainerCallback, ExportableState):
         self.settings = check_adaptation(rank_adaptation)
         self.adapter: RankAdapter | None = None
         self.wrapped_model: Callable[[], nn.Module] | None = None
-        """Set by our Trainer, which also calls :meth:`observe`: what the loop calls, the model, possibly in DDP."""
+        """Set by our Trainer, which also calls :meth:`observe`: the model that the loop calls, maybe in DDP."""
         self.by_graph = False
         """Set by our Trainer: its steps, which may be CUDA graphs, call the adapter themselves."""
         self.saved_state: dict[str, Any] | None = None
@@ -55,7 +55,7 @@ class ComeraCallback(TrainerCallback, ExportableState):
         self._hook: Any = None
 
     def state(self) -> dict[str, Any]:
-        """What goes into ``trainer_state.json``."""
+        """The entry in ``trainer_state.json``."""
         saved = self.saved_state if self.adapter is None else self.adapter.state_dict()
         return {"args": {"rank_adaptation": vars(self.settings)}, "attributes": {"saved_state": saved}}
 
@@ -177,6 +177,6 @@ class ComeraCallback(TrainerCallback, ExportableState):
         if saved is None:
             raise ValueError(
                 f"The checkpoint of step {state.global_step} was written without rank adaptation, so its stages "
-                "cannot be resumed. Start anew from its weights: from_pretrained, then train without resuming."
+                "cannot be resumed. Start from step 0 with its weights: from_pretrained, then train without resuming."
             )
         return saved  # type: ignore[no-any-return]

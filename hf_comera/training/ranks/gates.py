@@ -92,7 +92,7 @@ def _check_core(name: str, core: torch.Tensor, groups: Mapping[int, dict[str, An
         )
     if id(core) not in groups:
         raise ValueError(
-            f"The optimizer does not hold {name}, whose moments have to follow when ranks are cut. Put gates and "
+            f"The optimizer does not hold {name}, whose moments have to follow when ranks are pruned. Put gates and "
             "cores into one optimizer, for example TTMuon(model) or AdamW(comera_param_groups(model, lr=1e-3))."
         )
 
@@ -145,8 +145,8 @@ def bare_model(model: nn.Module) -> nn.Module:
     """
     if any(isinstance(part, nn.DataParallel) for part in model.modules()):
         raise ValueError(
-            "The model is in nn.DataParallel, whose copies would keep ranks that have been cut. Start one process a "
-            "GPU (accelerate launch or torchrun), where DistributedDataParallel holds it."
+            "The model is in nn.DataParallel, whose copies would keep ranks that have been pruned. Start one process "
+            "a GPU (accelerate launch or torchrun), where DistributedDataParallel holds it."
         )
     while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, DistributedDataParallel) else model.get_submodule("_orig_mod")
@@ -159,7 +159,7 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def rewrap(ddp: DistributedDataParallel | None) -> None:
-    """Let DDP find the parameters anew, in place: training loops hold on to the object. Its settings stay."""
+    """Let DDP find the parameters again, in place: training loops hold on to the object. Its settings stay."""
     if ddp is None:
         return
     known = inspect.signature(DistributedDataParallel.__init__).parameters

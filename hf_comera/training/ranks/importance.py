@@ -37,7 +37,7 @@ def gated_layers(model: nn.Module) -> dict[str, TensorTrainModule]:
 
 @dataclass(frozen=True)
 class BondTable:
-    """Where every gate of a model sits, as index tensors on the device of the gates; valid until ranks are cut.
+    """Where every gate of a model sits, as index tensors on the device of the gates; valid until ranks are pruned.
 
     A *norm* is one number per bond (live gates, or their absolute sum), with a one appended that stands for the outer
     bonds of all layers, which have rank 1.
@@ -106,7 +106,7 @@ class BondTable:
         return (self.factors * norms[self.bonds_before] * norms[self.bonds_behind]).sum()
 
     def slopes(self, norms: Tensor) -> Tensor:
-        """Derivative of :meth:`size` by the norm of each bond, ``(B,)``: what a rank of it costs."""
+        """Derivative of :meth:`size` by the norm of each bond, ``(B,)``: the cost of one of its ranks."""
         before = self.factors * norms[self.bonds_before]
         behind = self.factors * norms[self.bonds_behind]
         return before[self.core_before] + behind[self.core_before + 1]
@@ -149,16 +149,16 @@ def bond_effects(table: BondTable, gates: Tensor, gradients: Tensor) -> Tensor:
 def rank_importance(table: BondTable, effects: Tensor, spectra: list[Tensor], threshold: float) -> Tensor:
     """Importance of every rank, in units that are the same for all layers.
 
-    The bonds must be in their canonical bases. There the ranks of a bond are orthogonal, so rank j is the part
-    ``s_j^2 / |s|^2`` of the squared norm of its layer's matrix; of what the loss depends on the layer (the mean of the
-    effects of its bonds), it has the same part.
+    The bonds must be in their canonical bases. There the ranks of a bond are orthogonal, so rank j is the part ``s_j^2
+    / |s|^2`` of the squared norm of its layer's matrix. It has the same part of the dependence of the loss on the
+    layer, which is the mean of the effects of its bonds.
 
     Args:
         table: Of the model.
         effects: Mean of :func:`bond_effects` over the last steps, ``(B,)``.
         spectra: Singular values of each bond, descending.
-        threshold: A rank is dead if it and all weaker ones together, by the norm of their singular values, are no
-            more than this part of the largest: what a cut changes at a bond is bounded, however many ranks die.
+        threshold: A rank is dead if it and all weaker ones together, by the norm of their singular values, are no more
+            than this part of the largest. So the change at a bond is bounded, however many ranks die.
 
     Returns:
         ``(G,)`` in float64, -1 for dead ranks.
@@ -189,7 +189,7 @@ def relaxed_size(table: BondTable, gates: Tensor) -> Tensor:
 
 
 def exact_size(table: BondTable, gates: Tensor) -> Tensor:
-    """``S``: the same with the number of gates that are not zero; entries of all cores once those ranks are cut."""
+    """``S``: the same with the number of gates that are not zero; entries of all cores once those ranks are pruned."""
     return table.size(table.norms((gates != 0).float()))
 
 
@@ -197,7 +197,7 @@ def relative_push(table: BondTable, gates: Tensor) -> Tensor:
     """Derivative of ``S_hat`` by the size of every gate, divided by its mean over the live gates.
 
     Dividing ``S_hat`` by the dense size would leave a push that falls with the number of gates in the model, by
-    factors of a hundred between models; this one is about 1 for every model.
+    factors of a hundred between models. This push is about 1 for every model.
 
     Shape:
         gates ``(G,) -> (G,)`` in float32.
@@ -222,8 +222,8 @@ def late_weight(
     """Weight of the size objective under achievement scalarisation, a scalar on the device of ``loss``.
 
     ``max{(L - L0) / L0, (S - S0) / S0} + rho (L / L0 + S_hat / S0)``: where the size is the worse of the two its
-    weight is ``1 + rho``, elsewhere ``rho``. The weight of the loss is not needed: steps of TTMuon and AdamW do not
-    depend on the scale of the gradient, so on the gates only the ratio of both counts, and elsewhere nothing does.
+    weight is ``1 + rho``, elsewhere ``rho``. The weight of the loss is not needed, since steps of TTMuon and AdamW do
+    not depend on the scale of the gradient. On the gates only the ratio of both counts, and elsewhere nothing does.
 
     Args:
         loss: Smoothed loss L.

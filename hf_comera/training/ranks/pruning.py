@@ -32,8 +32,8 @@ def cut_ranks(
 ) -> None:
     """Keep only some ranks of each layer; a layer without any rank on a bond is removed (it becomes its bias).
 
-    Cores and gates become new parameters. In the optimizer they take the place of the old ones, and every tensor of
-    the old one's state that has its shape is sliced as it is; quantised moments are decoded, sliced and encoded.
+    Cores and gates become new parameters. In the optimizer they take the place of the old ones. Every tensor of an old
+    parameter's state that has its shape is sliced with it; quantised moments are decoded, sliced and encoded.
     Parameters of removed layers leave the optimizer.
 
     Args:
@@ -43,8 +43,8 @@ def cut_ranks(
             wrapper is looked through.
 
     Raises:
-        ValueError: If a layer has another number of bonds, the optimizer lacks a trainable core or gate, or its state
-            of one has another shape, as that of Adafactor; nothing is changed then.
+        ValueError: If a layer has another number of bonds, or the optimizer lacks a trainable core or gate. Also if
+            its state of one has another shape, as Adafactor's has. Nothing is changed then.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     slicers: dict[nn.Parameter, tuple[nn.Module, str, Slicer]] = {}
@@ -98,7 +98,7 @@ def drop_removed_when_loading(optimizer: torch.optim.Optimizer) -> None:
 def _slicers(
     name: str, layer: TensorTrainModule, indices: Sequence[Tensor]
 ) -> dict[nn.Parameter, tuple[nn.Module, str, Slicer]]:
-    """How each core and gate of a layer is cut."""
+    """How each core and gate of a layer is sliced."""
     if len(indices) != layer.num_cores - 1:
         raise ValueError(
             f"kept[{name!r}] has {len(indices)} entries, but the layer has {layer.num_cores - 1} inner bonds. Give "
@@ -131,7 +131,7 @@ def _check_held(optimizer: torch.optim.Optimizer, slicers: Mapping[nn.Parameter,
             if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
                 raise ValueError(
                     f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name} of shape "
-                    f"{tuple(parameter.shape)}, which cannot be cut along with it. Use an optimizer whose state has "
+                    f"{tuple(parameter.shape)}, which cannot be sliced with it. Use an optimizer whose state has "
                     "the shapes of the parameters, for example TTMuon(model) or AdamW."
                 )
 
@@ -161,16 +161,16 @@ _SIZES_OF_STEPS = frozenset({"step_size"})
 _PARAMETERS = frozenset({"ax"})
 _SQUARES, _SIZES = _SQUARES_OF_GRADIENTS | _SQUARES_OF_STEPS, _SIZES_OF_GRADIENTS | _SIZES_OF_STEPS
 _KNOWN = _GRADIENTS | _SQUARES | _SIZES | _PARAMETERS
-"""What torch's optimizers keep in the shape of a parameter, by what it is made of."""
+"""State of torch's optimizers in the shape of a parameter, grouped by its origin."""
 
 
 @torch.no_grad()
 def to_canonical_basis(layers: Mapping[str, TensorTrainModule], optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Change the basis of every bond to the canonical one; what the layers compute changes by rounding only.
+    """Change the basis of every bond to the canonical one; outputs of the layers change by rounding only.
 
-    Gates are folded into the cores and start at one again. First moments of cores move as gradients do, exactly, and
-    those of RMSprop, which are steps, as the cores; squares and sizes as if the entries of a gradient, or of a step,
-    were independent. Moments of gates, whose ranks are new mixtures, become what is typical of their bond.
+    Gates are folded into the cores and start at one again. First moments of cores move as gradients do, exactly. First
+    moments of RMSprop are steps, and move as the cores. Squares and sizes move as if the entries of a gradient, or of
+    a step, were independent. Ranks of gates are new mixtures, so their moments become the typical value of their bond.
 
     Args:
         layers: Layers by name, with or without gates.
@@ -227,14 +227,14 @@ def check_moments(layers: Mapping[str, TensorTrainModule], optimizer: torch.opti
 
 
 class _Change(NamedTuple):
-    """What a core is multiplied by, on its bonds before and behind, and what a gradient of it is."""
+    """The matrices by which a core, and a gradient of it, are multiplied on its left and its right bond."""
 
     of_core: tuple[Tensor | None, Tensor | None]
     of_gradient: tuple[Tensor | None, Tensor | None]
 
 
 def _changes(place: int, gate: Tensor | None, bases: list[Tensor], inverses: list[Tensor]) -> _Change:
-    """Of the core at ``place``; what the core is multiplied by, its gradients are divided by."""
+    """The change of the core at ``place``; its gradients are divided by the matrices that multiply the core."""
     first, last = place == 0, place == len(bases)
     before = (None, None) if first else (inverses[place - 1], bases[place - 1].mT)
     behind: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -275,7 +275,7 @@ def _typical_moments(state: dict[str, Any], gate: Tensor) -> None:
 def plain_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
     """The state of ``parameter``: a decoded copy where it is quantised, else the very one; empty if there is none.
 
-    What is changed in it holds after :func:`set_plain_state`. Accelerate's wrapper is looked through.
+    Changes in it take effect by :func:`set_plain_state`. Accelerate's wrapper is looked through.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     if isinstance(optimizer, CoatAdamW):

@@ -25,7 +25,7 @@ class Stages:
         return "late" if step < self.early + self.late else "final"
 
     def cuts_after(self, steps: int) -> bool:
-        """Whether ranks are cut once ``steps`` steps are done: at intervals, and at the end of the last stage."""
+        """Whether ranks are pruned once ``steps`` steps are done: at intervals, and at the end of the last stage."""
         end = self.early + self.late
         return 0 < steps <= end and (steps == end or (end - steps) % self.cut_every == 0)
 
@@ -71,14 +71,14 @@ class RankAdaptation:
     """How ranks are trained with the task; the defaults work without tuning.
 
     Training has up to three parts. In the *early stage* a light pressure on the rank gates sorts the ranks. In the
-    *late stage*, if a size is wanted, the least important ranks are cut at intervals on the way to it. For the rest of
-    the training the ranks stay as they are.
+    *late stage*, if a size is wanted, the least important ranks are pruned at intervals on the way to it. For the rest
+    of the training the ranks stay as they are.
 
     Raises:
         ValueError: If a setting is out of range, or both targets are given.
 
     Source:
-        CoMERA, arXiv:2405.14377; docs/decisions.md says where and why this differs.
+        CoMERA, arXiv:2405.14377; docs/ranks.md says where and why this differs.
     """
 
     target_ratio: float | None = None
@@ -94,11 +94,11 @@ class RankAdaptation:
     """Length of the late stage, likewise; without a wanted size the early stage lasts as long as both."""
 
     cut_every: int | float = 0.02
-    """Steps between two cuts, likewise."""
+    """Steps between two prunings, or a part of the training."""
 
     gamma: float = 0.05
-    """Pressure on the gates in the early stage: at first an average gate falls by ``gamma`` times its learning rate a
-    step, later singular values, over the largest of their bond, do."""
+    """Pressure on the gates in the early stage. At first an average gate falls by ``gamma`` times its learning rate a
+    step; later singular values do, over the largest of their bond."""
 
     beta: float = 0.0
     """Weight of the cores' squared norm: cores shrink by ``beta`` times the gates' learning rate a step."""
@@ -114,12 +114,12 @@ class RankAdaptation:
     """L0 of the late stage. None: the smoothed training loss at the end of the early stage."""
 
     threshold: float = 0.01
-    """Ranks are dead, and cut, whose singular values are together, as a norm, below this part of the largest at their
-    bond, the weakest first. CoMERA's tau, there for each entry alone."""
+    """Ranks are dead, and pruned, if their singular values are together, as a norm, below this part of the largest at
+    their bond, the weakest first. CoMERA's tau, there for each entry alone."""
 
     min_rank: int = 1
-    """Ranks of a linear layer that cuts on the way to the wanted size leave on every bond; 0: whole layers may go.
-    Of an embedding they leave at least one."""
+    """Ranks of a linear layer that pruning for size leaves on every bond; 0: whole layers may go. Of an embedding it
+    leaves at least one."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model; numbers of other packages become Python's, which JSON holds."""
@@ -146,7 +146,7 @@ class RankAdaptation:
         if self.wanted_loss is not None and not (_is_number(self.wanted_loss) and self.wanted_loss != 0):
             raise ValueError(
                 f"wanted_loss={self.wanted_loss!r} must be a finite number other than zero, since losses are compared "
-                "relative to it; for example 0.8, or None for the loss at the end of the early stage."
+                "relative to it. Use 0.8, for example, or None for the loss at the end of the early stage."
             )
         for name in ("gamma", "beta", "pressure", "rho"):
             value = getattr(self, name)

@@ -181,7 +181,7 @@ def test_a_model_that_is_small_enough_stays_and_says_so(caplog):
     optimizer, adapter = adapted(model, RankAdaptation(target_ratio=1.0, early=2, late=8, threshold=0.0))
     with caplog.at_level(logging.WARNING):
         train(model, optimizer, adapter, inputs, 2)
-    assert "No rank will be cut" in caplog.text
+    assert "No rank will be pruned" in caplog.text
 
 
 def test_a_training_that_ends_early_still_meets_the_size(caplog):
