@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.ops.test_tt_linear import LargestTensor
+from tests.ops.test_low_rank import LargestTensor
 from torch.nn.functional import embedding
 from torch.utils._python_dispatch import TorchDispatchMode
 

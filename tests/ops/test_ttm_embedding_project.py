@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from tests.ops.test_tt_linear import LargestTensor
+from tests.ops.test_low_rank import LargestTensor
 from tests.ops.test_ttm_lookup import TABLES
 
 from hf_comera.ops import ttm_project
