@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from tests.ops.test_low_rank import LargestTensor
-from tests.ops.test_ttm_lookup import TABLES
+from tests.ops.test_ttm_embedding_lookup import TABLES
 
 from hf_comera.ops import ttm_project
 from hf_comera.ops.ttm_embedding import _ttm_project
