@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, PreTrainedModel
 
 from hf_comera import ComeraConfig, get_comera_model, size_report
-from hf_comera.modules.halves_bank import drop_kept_halves
+from hf_comera.modules.halves_cache import drop_cached_halves
 from interleaved_timing import (
     DENSE,
     TENSOR_TRAIN,
@@ -116,7 +116,7 @@ def peak(name: str, batch: tuple[int, int], dtype: str, form: str) -> int | None
 
 def anew(model: PreTrainedModel, run: Callable[[], object]) -> None:
     """``run`` as if the cores changed before every forward pass."""
-    hook = model.register_forward_pre_hook(lambda *_: drop_kept_halves())
+    hook = model.register_forward_pre_hook(lambda *_: drop_cached_halves())
     try:
         run()
     finally:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from freed_memory import keep_freed_memory
 from hf_comera.memory import SavedBytes
-from hf_comera.modules.stamp import note_parameter_edit
+from hf_comera.modules.halves_cache import note_parameter_edit
 
 DENSE, TENSOR_TRAIN = "dense", "tensor train"
 RESULTS = Path(__file__).resolve().parent / "results"

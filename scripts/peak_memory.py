@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from freed_memory import trim_memory
-from hf_comera.modules.halves_bank import drop_kept_halves
+from hf_comera.modules.halves_cache import drop_cached_halves
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # of proc(5): the peak becomes what is resident now
@@ -46,7 +46,7 @@ def largest_growth(compute: Callable[[], object], device: torch.device) -> Growt
     """The larger of two runs; what the model keeps from step to step counts as made by each."""
     growths = []
     for _ in range(2):
-        drop_kept_halves()
+        drop_cached_halves()
         growths.append(peak_growth(compute, device))
     return max(growths, key=lambda growth: growth.num_bytes or 0)
 
