@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from hf_comera.memory import SavedBytes
-from hf_comera.modules.stamp import note_parameter_edit
+from hf_comera.modules.halves_cache import note_parameter_edit
 from loop.measure import DENSE, MACHINE_IDENTITY, TENSOR_TRAIN, Timings, machine, program, replace_rows
 from loop.memory import keep_freed_memory
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from benchmarks.harness.process import in_own_process
 from benchmarks.harness.timing import Comparison, benchmark_parser, check_agreement, report
 from hf_comera import ComeraConfig, get_comera_model, size_report
-from hf_comera.modules.halves_bank import drop_kept_halves
+from hf_comera.modules.halves_cache import drop_cached_halves
 from loop.measure import DENSE, TENSOR_TRAIN, time_interleaved
 from loop.memory import training_peak
 from mnli.model import paper_shapes, six_encoders
@@ -109,7 +109,7 @@ def peak(name: str, batch: tuple[int, int], dtype: str, form: str) -> int | None
 
 def anew(model: PreTrainedModel, run: Callable[[], object]) -> None:
     """``run`` as if the cores changed before every forward pass."""
-    hook = model.register_forward_pre_hook(lambda *_: drop_kept_halves())
+    hook = model.register_forward_pre_hook(lambda *_: drop_cached_halves())
     try:
         run()
     finally:

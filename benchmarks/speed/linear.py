@@ -123,7 +123,7 @@ class GivenHalves(nn.Module):
 
     def __init__(self, layer: TTLinear) -> None:
         super().__init__()
-        halves = layer.halves_bank.halves(layer, layer.core_0.dtype)
+        halves = layer.halves_cache.halves(layer, layer.core_0.dtype)
         self.left, self.right = (nn.Parameter(half.detach().clone()) for half in halves)
         self.bias, self.rank = layer.bias, layer.middle_rank
 

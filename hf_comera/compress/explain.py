@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from hf_comera.modules import CompressedLayer, TiedHead, TTLinear, TTMEmbedding, compressed_layers
 from hf_comera.modules.block import Block
 from hf_comera.modules.fast_dropout import FastDropout
+from hf_comera.modules.halves_cache import can_cache
 from hf_comera.modules.head_and_loss import LANGUAGE_MODELS, HeadAndLoss
 from hf_comera.modules.latent_attention import LatentAttention
-from hf_comera.modules.stamp import can_keep
 from hf_comera.ops.bit_dropout import MIN_NUMEL
 from hf_comera.ops.cuda.build import find_nvcc
 from hf_comera.ops.cuda.dispatch import kernels_serve
@@ -352,7 +352,7 @@ def _left_to_torch(what: str, refused: dict[str, str]) -> Iterator[str]:
 
 
 def _halves_refusal(layer: TTLinear, dtype: torch.dtype) -> str | None:
-    if not can_keep(layer.tt_parameters()):
+    if not can_cache(layer.tt_parameters()):
         return "their cores are sharded, or computed from something else"
     cores, gates = ([each.detach().contiguous() for each in part] for part in (layer.cores(), layer.rank_gates()))
     num_in = len(layer.in_factors)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from hf_comera.memory.attach import SavedBytes, activation_policy, set_activation_policy
 from hf_comera.memory.policy import NAMED_POLICIES, ActivationPolicy, as_policy
-from hf_comera.modules.halves_bank import core_copies
+from hf_comera.modules.halves_cache import core_copies
 from hf_comera.modules.tt_linear import TTLinear
 from hf_comera.ops.cuda.dispatch import kernels_serve
 from hf_comera.ops.precision import chain_dtype
@@ -223,7 +223,7 @@ class _FakeStep:
         return loss
 
     def _build_halves(self) -> None:
-        """All at once, to stay for the step, as a model with values keeps them in its bank."""
+        """All at once, to stay for the step, as a model with values keeps them in its cache."""
         for layer in self.model.modules():
             if isinstance(layer, TTLinear):
                 vars(layer).pop("halves", None)

@@ -4,7 +4,7 @@ from torch import nn
 
 from hf_comera.modules.block import Block, exchange_class, restore_class
 from hf_comera.modules.fast_dropout import disable_fast_dropout, enable_fast_dropout
-from hf_comera.modules.halves_bank import HalvesBank
+from hf_comera.modules.halves_cache import HalvesCache
 from hf_comera.modules.latent_attention import attention_block
 from hf_comera.modules.tiled_mlp import mlp_block
 from hf_comera.modules.tt_linear import TTLinear
@@ -24,10 +24,10 @@ def fuse(model: nn.Module) -> None:
     """
     unfuse(model)
     enable_fast_dropout(model)
-    bank = HalvesBank()
+    cache = HalvesCache()
     for module in list(model.modules()):
         if isinstance(module, TTLinear):
-            module.join_bank(bank)
+            module.join_cache(cache)
         elif (block := block_of(module)) is not None and any(isinstance(part, TTLinear) for part in module.modules()):
             exchange_class(module, block)
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_comera.modules.base import TensorTrainModule, removed_output
-from hf_comera.modules.halves_bank import HalvesBank
-from hf_comera.modules.stamp import can_keep
+from hf_comera.modules.halves_cache import HalvesCache, can_cache
 from hf_comera.ops.halves import RANK_MULTIPLE, layer_halves, padded_rank
 from hf_comera.ops.low_rank import bias_as_rank, dense_linear, from_latent, low_rank_linear
 from hf_comera.ops.precision import autocast_dtype, chain_dtype, without_autocast
@@ -73,7 +72,7 @@ class TTLinear(TensorTrainModule):
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         )
-        self.join_bank(HalvesBank())
+        self.join_cache(HalvesCache())
         self.reset_parameters()
 
     @torch.no_grad()
@@ -120,10 +119,10 @@ class TTLinear(TensorTrainModule):
     def _dense_product(self, x: Tensor) -> Tensor:
         """The output along the dense path; its matrix is cached where nothing trains."""
         dtype = autocast_dtype(x)
-        if torch.is_grad_enabled() or not can_keep(self.tt_parameters()):
+        if torch.is_grad_enabled() or not can_cache(self.tt_parameters()):
             return dense_linear(x, *self.halves(dtype), self.bias)
         with without_autocast(x):
-            weight, bias = self.halves_bank.dense_matrix(self, dtype), self.bias
+            weight, bias = self.halves_cache.dense_matrix(self, dtype), self.bias
             return nn.functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
 
     @property
@@ -140,26 +139,26 @@ class TTLinear(TensorTrainModule):
             zeros = self.core_0.new_zeros(RANK_MULTIPLE, self.in_features + self.out_features, dtype=dtype)
             left, right = zeros.split([self.in_features, self.out_features], dim=1)
             return left, right
-        if can_keep(self.tt_parameters()):
-            return self.halves_bank.halves(self, dtype)
+        if can_cache(self.tt_parameters()):
+            return self.halves_cache.halves(self, dtype)
         with without_autocast(self.core_0):
             left, right = layer_halves(self.gated_cores(), len(self.in_factors), self.in_features, self.out_features)
             return left.to(dtype), right.to(dtype)
 
-    def join_bank(self, bank: HalvesBank) -> None:
-        """Have the halves built together with those of the other members of ``bank``, and kept there."""
-        self.halves_bank = bank
-        bank.add(self)
+    def join_cache(self, cache: HalvesCache) -> None:
+        """Have the halves built together with those of the other members of ``cache``, and kept there."""
+        self.halves_cache = cache
+        cache.reset(self)
 
     def train(self, mode: bool = True) -> "TTLinear":
         """Set the training mode, and free what was kept."""
-        self.halves_bank.drop(self)
+        self.halves_cache.reset(self)
         return super().train(mode)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy, whole or from a pickle, joins the copies of its fellows."""
         super().__setstate__(state)
-        self.halves_bank.add(self)
+        self.halves_cache.reset(self)
 
     def weight_shape(self) -> tuple[int, int]:
         """``(out_features, in_features)``, or ``(in_features, out_features)`` if ``transposed``."""

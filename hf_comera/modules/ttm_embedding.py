@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from hf_comera.modules.base import TensorTrainModule, removed_output
-from hf_comera.modules.stamp import Kept, can_keep
+from hf_comera.modules.halves_cache import Cached, can_cache
 from hf_comera.ops import ttm_lookup, ttm_project
 from hf_comera.ops.precision import autocast_input, without_autocast
 from hf_comera.ops.ttm_embedding import check_ids, half_tables, look_up_in_tables, project_on_tables
@@ -70,7 +70,7 @@ class TTMEmbedding(TensorTrainModule):
         flat = core_shapes(sizes, useful_ranks(sizes, ranks))
         pairs = zip(flat, self.in_factors, self.out_factors, strict=True)
         self._register_cores([(left, v, h, right) for (left, _, right), v, h in pairs], device, dtype)
-        self._tables = Kept()
+        self._tables = Cached()
         self.reset_parameters()
 
     def reset_parameters(self, std: float | None = None) -> None:
@@ -96,7 +96,7 @@ class TTMEmbedding(TensorTrainModule):
         if torch.compiler.is_exporting() and not self.training:
             return self._by_torch_alone(x, project, bias)
         parameters = self.tt_parameters()
-        if not torch.is_grad_enabled() and can_keep(parameters):
+        if not torch.is_grad_enabled() and can_cache(parameters):
             return self._from_tables(parameters, x, project, bias)
         if project:
             return ttm_project(x, self.gated_cores(), self.num_embeddings, bias)

@@ -13,7 +13,7 @@ Source: CoMERA, arXiv:2405.14377, contraction paths, for the halves; stacking th
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, groupby, islice
 from typing import Any, NamedTuple
@@ -86,8 +86,6 @@ class Side:
     features: int
     dtype: torch.dtype
     """Of the halves that come out."""
-    has_met_backward: bool = field(default=False, init=False)
-    """Whether gradients have gone back through the halves."""
 
     def tensors(self) -> list[Tensor]:
         """Cores and gates of one layer after the other."""
@@ -183,19 +181,19 @@ def multiply_stacked(side: Side) -> tuple[tuple[Tensor, ...], StackedProducts]:
 
 
 class _StackedHalves(torch.autograd.Function):
-    """Keeps what backward needs itself: halves outlive a backward pass while gradients are accumulated."""
+    """Keeps what backward needs itself: forward passes that share halves may have a backward pass each."""
 
     @staticmethod
     def forward(ctx: Any, side: Side, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.side = side
+        ctx.side, ctx.has_met_backward = side, False
         halves, ctx.products = multiply_stacked(side)
         return halves
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         side = ctx.side
-        side.has_met_backward = True
+        ctx.has_met_backward = True
         used = [index for index, grad in enumerate(grads) if grad is not None]
         if not used:
             found: list[list[Any]] = []
@@ -311,13 +309,12 @@ class _LaunchedHalves(torch.autograd.Function):
     def forward(ctx: Any, sides: list[Side], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.sides, ctx.halves = sides, [half for side in sides for half in _halves_of(side)]
-        ctx.versions = [_versions(half) for half in ctx.halves]
+        ctx.versions, ctx.has_met_backward = [_versions(half) for half in ctx.halves], False
         return tuple(_tt_halves(*_flat(ctx.halves), sides[0].dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        for side in ctx.sides:
-            side.has_met_backward = True
+        ctx.has_met_backward = True
         layers = [(side, index) for side in ctx.sides for index in range(len(side.cores))]
         used = {place: grad for place, grad in enumerate(grads) if grad is not None}
         for place in used:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_comera.modules.halves_bank import drop_kept_halves
+from hf_comera.modules.halves_cache import drop_cached_halves
 
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
@@ -99,7 +99,7 @@ def largest_growth(compute: Callable[[], object], device: torch.device) -> Growt
     """The larger of two runs; what the model keeps from step to step counts as made by each."""
     growths = []
     for _ in range(2):
-        drop_kept_halves()
+        drop_cached_halves()
         growths.append(peak_growth(compute, device))
     return max(growths, key=lambda growth: growth.num_bytes or 0)
 

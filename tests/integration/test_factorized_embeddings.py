@@ -34,7 +34,7 @@ from hf_comera import (
 )
 from hf_comera.memory import SavedBytes
 from hf_comera.modules import FactorizedEmbedding, TiedEmbedding, TiedHead, TTMEmbedding
-from hf_comera.modules.stamp import note_parameter_edit
+from hf_comera.modules.halves_cache import note_parameter_edit
 from tests.architectures import ARCHITECTURES, SIZES, VOCABULARY, WORDS, Architecture
 from tests.training.rank_training import train_ranks
 

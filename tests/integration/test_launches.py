@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 from hf_comera import ComeraConfig, get_comera_model
 from hf_comera.modules import TTLinear
 from hf_comera.modules.fusion import unfuse
-from hf_comera.modules.halves_bank import HalvesBank
+from hf_comera.modules.halves_cache import HalvesCache
 from tests.operation_count import CountComputations
 
 BUDGET = 780
@@ -39,7 +39,7 @@ def test_layers_one_by_one_take_almost_twice_as_many():
     unfuse(model)
     for module in model.modules():
         if isinstance(module, TTLinear):
-            module.join_bank(HalvesBank())
+            module.join_cache(HalvesCache())
     assert operations(model) > 1.9 * operations(six_encoders())
 
 

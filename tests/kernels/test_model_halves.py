@@ -61,7 +61,7 @@ def test_equal_those_of_torch(stored, dtype, gated, served, calls):
     assert halves_of_launches(calls) == [12], "one launch for both sides of all layers"
     torch.testing.assert_close(halves, expected, **TOLERANCE[dtype])
     torch.testing.assert_close(found, plain, **TOLERANCE[stored])
-    assert all(side.has_met_backward for side in sides)
+    assert all(half.grad_fn.has_met_backward for half in halves)
 
 
 def test_halves_that_nobody_used_leave_their_cores_without_gradient(served):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_comera import ComeraConfig, get_comera_model
 from hf_comera.memory import ActivationPolicy, SavedBytes, set_activation_policy
-from hf_comera.modules.stamp import note_parameter_edit
+from hf_comera.modules.halves_cache import note_parameter_edit
 
 EXACT = {"rank": ActivationPolicy(), "recompute": ActivationPolicy(attention="recompute")}
 """Policies whose gradients are those without a policy, to the last bit."""

@@ -6,7 +6,7 @@ from torch import nn
 
 from hf_comera.memory import SavedBytes
 from hf_comera.modules import TTLinear
-from hf_comera.modules.stamp import note_parameter_edit
+from hf_comera.modules.halves_cache import note_parameter_edit
 from tests.memory.policy_runs import assert_nothing_left
 
 X = 24 * 32  # bytes of a (4, 6, 8) tensor
@@ -68,7 +68,7 @@ def test_a_counter_can_be_used_again():
     totals = []
     for _ in range(2):
         note_parameter_edit()
-        layer.halves_bank.drop_all()
+        layer.halves_cache.drop_all()
         with saved:
             layer(torch.ones(6, 8)).sum()
         totals.append(saved.total)

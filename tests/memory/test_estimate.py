@@ -23,7 +23,7 @@ from hf_comera import (
 )
 from hf_comera.memory import SavedBytes
 from hf_comera.memory.estimate import activation_bytes_by_megatron
-from hf_comera.modules.stamp import note_parameter_edit
+from hf_comera.modules.halves_cache import note_parameter_edit
 from tests.architectures import ARCHITECTURES, every_architecture
 from tests.modules.conftest import small_chunks  # noqa: F401
 from tests.operation_count import CountOperations

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_comera.memory import SavedBytes
-from hf_comera.modules.stamp import note_parameter_edit
+from hf_comera.modules.halves_cache import note_parameter_edit
 from tests.fused_models import inputs_of, model_of, unfused
 from tests.memory.policy_runs import EXACT, assert_same, error, run
 from tests.modules.conftest import small_chunks  # noqa: F401

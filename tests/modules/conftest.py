@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_comera.modules import halves_bank
+from hf_comera.modules import halves_cache
 from hf_comera.ops import bit_dropout, latent_attention, tiled_mlp
 
 
@@ -10,13 +10,13 @@ from hf_comera.ops import bit_dropout, latent_attention, tiled_mlp
 def builds(monkeypatch):
     """Layers in each family that is built."""
     seen = []
-    build = halves_bank.model_halves
+    build = halves_cache.model_halves
 
     def watched(sides):
         seen.extend(len(side.cores) for side in sides)
         return build(sides)
 
-    monkeypatch.setattr(halves_bank, "model_halves", watched)
+    monkeypatch.setattr(halves_cache, "model_halves", watched)
     return seen
 
 

@@ -116,9 +116,9 @@ def test_what_becomes_a_block(name):
     assert blocks_that_run(plain) == blocks_that_run(model)
 
 
-def test_all_layers_share_one_bank_and_dropout_is_fast():
+def test_all_layers_share_one_cache_and_dropout_is_fast():
     model = model_of("bert", dropout=0.1)
-    assert len({layer.halves_bank for layer in model.modules() if isinstance(layer, TTLinear)}) == 1
+    assert len({layer.halves_cache for layer in model.modules() if isinstance(layer, TTLinear)}) == 1
     assert {type(module) for module in model.modules() if isinstance(module, nn.Dropout)} == {FastDropout}
     unfuse(model)
     assert {type(module) for module in model.modules() if isinstance(module, nn.Dropout)} == {nn.Dropout}

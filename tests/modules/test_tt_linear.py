@@ -169,9 +169,9 @@ def test_the_dense_matrix_is_kept_in_evaluation_until_a_core_changes():
     layer, x = TTLinear(48, 48, ranks=48), torch.randn(1, 48)
     with torch.no_grad():
         layer(x)
-        matrix = layer.halves_bank.dense_matrix(layer, torch.float32)
+        matrix = layer.halves_cache.dense_matrix(layer, torch.float32)
         layer(x)
-        assert layer.halves_bank.dense_matrix(layer, torch.float32) is matrix
+        assert layer.halves_cache.dense_matrix(layer, torch.float32) is matrix
         layer.core_0.mul_(2)
         torch.testing.assert_close(layer(x), nn.functional.linear(x, 2 * matrix, layer.bias))
 

@@ -77,6 +77,19 @@ def test_load_dense_at_full_rank_is_exact():
     torch.testing.assert_close(layer(torch.arange(57)), table, rtol=1e-4, atol=1e-5)
 
 
+def test_inference_checks_ids_and_autocasts_as_training_does():
+    table = TTMEmbedding(30, 12, ranks=4)
+    x = torch.randn(2, 12)
+    with torch.no_grad(), pytest.raises(IndexError, match="index out of range"):
+        table(torch.tensor([30]))
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = table(x, project=True)
+        with torch.no_grad():
+            kept = table(x, project=True)
+    assert kept.dtype == trained.dtype == torch.bfloat16
+    assert torch.equal(kept, trained)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

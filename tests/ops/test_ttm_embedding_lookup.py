@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tests.ops.test_low_rank import LargestTensor
 from torch.nn.functional import embedding
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_comera.ops import ttm_lookup
 from hf_comera.ops.ttm_embedding import _ttm_lookup, _ttm_rows, _ttm_table_gradients, half_tables
 from tests.dense_references import dense_table, random_ttm_cores
+from tests.ops.test_low_rank import LargestTensor
 
 TABLES = [  # (v, h, rank, num_embeddings, embedding_dim)
     pytest.param((3, 4, 5), (2, 3, 2), 3, 57, 11, id="three-cores-padded"),

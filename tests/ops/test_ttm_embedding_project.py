@@ -4,12 +4,12 @@ import sys
 
 import pytest
 import torch
-from tests.ops.test_low_rank import LargestTensor
-from tests.ops.test_ttm_embedding_lookup import TABLES
 
 from hf_comera.ops import ttm_project
 from hf_comera.ops.ttm_embedding import _ttm_project
 from tests.dense_references import dense_table, random_ttm_cores
+from tests.ops.test_low_rank import LargestTensor
+from tests.ops.test_ttm_embedding_lookup import TABLES
 
 module = sys.modules[_ttm_project._init_fn.__module__]
 

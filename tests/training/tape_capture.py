@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_comera.modules import stamp
-from hf_comera.modules.halves_bank import drop_kept_halves
+from hf_comera.modules import halves_cache
+from hf_comera.modules.halves_cache import drop_cached_halves
 from hf_comera.ops.ttm_embedding import _ttm_lookup
 from hf_comera.training.cuda_graphs.capture import CaptureWatch
 
@@ -19,7 +19,7 @@ from hf_comera.training.cuda_graphs.capture import CaptureWatch
 def use_tape(monkeypatch):
     """Put the tape in the place of CUDA graphs, and have all code believe that it is on a GPU where that matters."""
     monkeypatch.setattr("hf_comera.training.cuda_graphs.step.CudaCapture", TapeCapture)
-    monkeypatch.setattr(stamp, "_capturing", lambda core: Tape.running)
+    monkeypatch.setattr(halves_cache, "_capturing", lambda core: Tape.running)
     monkeypatch.setitem(_ttm_lookup._init_fn.__globals__, "_needs_static_shapes", lambda ids: True)
     monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True)
 
@@ -36,7 +36,7 @@ class TapeCapture:
         function()
 
     def record(self, function):
-        drop_kept_halves()
+        drop_cached_halves()
         tape, self.watch, random_state = Tape(), CaptureWatch(), torch.get_rng_state()
         try:
             with tape, self.watch:
@@ -44,7 +44,7 @@ class TapeCapture:
         finally:
             torch.set_rng_state(random_state)
             tape.rewind()
-            drop_kept_halves()
+            drop_cached_halves()
         return tape.play
 
     def forget(self):

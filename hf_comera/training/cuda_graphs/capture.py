@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_comera.modules.halves_bank import drop_kept_halves
+from hf_comera.modules.halves_cache import drop_cached_halves
 from hf_comera.optim import CoatAdamW, TTMuon
 
 __all__ = ["CaptureWatch", "CudaCapture", "DeviceRates", "why_not_captured"]
@@ -46,10 +46,10 @@ class CudaCapture:
         """Run ``function`` on the side stream, where it also will be recorded: libraries set themselves up in it."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        drop_kept_halves()  # autograd remembers on which stream their gradients are made
+        drop_cached_halves()  # autograd remembers on which stream their gradients are made
         with torch.cuda.stream(self._stream):
             function()
-        drop_kept_halves()
+        drop_cached_halves()
         current.wait_stream(self._stream)
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
@@ -61,7 +61,7 @@ class CudaCapture:
         graph, watch = torch.cuda.CUDAGraph(), CaptureWatch()
         for generator in self.generators:
             graph.register_generator_state(generator)
-        drop_kept_halves()
+        drop_cached_halves()
         torch.clear_autocast_cache()
         current = torch.cuda.current_stream(self.device)
         try:
@@ -71,7 +71,7 @@ class CudaCapture:
                 function()
         finally:
             torch.cuda.set_stream(current)  # where CUDA ends a recording itself, torch stays on the one of the graph
-            drop_kept_halves()
+            drop_cached_halves()
             torch.clear_autocast_cache()
         return _Replay(graph, watch.tensors())
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_comera.modules.stamp import note_parameter_edit
+from hf_comera.modules.halves_cache import note_parameter_edit
 from hf_comera.ops.fused_loss import fixed_shapes
 from hf_comera.training.cuda_graphs.capture import CudaCapture, DeviceRates, why_not_captured
 from hf_comera.training.cuda_graphs.static_batch import PaddingBuckets, StaticBatch, pad_values_of

@@ -1,4 +1,4 @@
-"""hf_comera/modules/halves_bank.py beside torch's other machinery: checkpoints, transforms, modes, traces, graphs."""
+"""hf_comera/modules/halves_cache.py beside torch's other machinery: checkpoints, transforms, modes, traces, graphs."""
 
 import copy
 import gc
@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hf_comera.modules import TTLinear, stamp
-from hf_comera.modules.halves_bank import drop_kept_halves
-from hf_comera.modules.stamp import note_parameter_edit
-from tests.modules.bank_layers import layers, reference
+from hf_comera.modules import TTLinear, halves_cache
+from hf_comera.modules.halves_cache import drop_cached_halves, note_parameter_edit
+from tests.modules.cached_layers import layers, reference
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
@@ -28,7 +27,7 @@ def test_checkpointing_gives_the_same_gradients(use_reentrant):
         torch.testing.assert_close([x.grad, *(parameter.grad for parameter in stack.parameters())], list(expected))
 
 
-def test_functional_calls_and_transforms_go_past_the_bank():
+def test_functional_calls_and_transforms_go_past_the_cache():
     stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
     before = stack(x)
     other = {name: 2 * value.detach() for name, value in stack.named_parameters()}
@@ -143,8 +142,8 @@ def test_what_writes_to_parameters_can_say_so(builds):
 def test_dropped_halves_are_free_with_their_graph():
     stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
     stack(x)
-    half = weakref.ref(stack.get_submodule("0").halves_bank.halves(stack[0], torch.float64)[0])
-    drop_kept_halves()
+    half = weakref.ref(stack.get_submodule("0").halves_cache.halves(stack[0], torch.float64)[0])
+    drop_cached_halves()
     gc.collect()
     assert half() is None
     torch.testing.assert_close(stack(x), reference(stack, x))
@@ -153,15 +152,15 @@ def test_dropped_halves_are_free_with_their_graph():
 def test_every_capture_builds_its_own_halves_and_nobody_else_uses_them(builds, monkeypatch):
     stack, x = layers(), torch.randn(4, 12, dtype=torch.float64)
     capturing = False
-    monkeypatch.setattr(stamp, "_capturing", lambda core: capturing)
+    monkeypatch.setattr(halves_cache, "_capturing", lambda core: capturing)
     seen = []
     for capturing in (False, True, True, False):
         if capturing:
-            drop_kept_halves()
+            drop_cached_halves()
         builds.clear()
         with torch.no_grad():
             stack(x), stack(x)
         seen.append(list(builds))
         if capturing:
-            drop_kept_halves()
+            drop_cached_halves()
     assert seen == [[3, 3]] * 4
