@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.harness.pages import with_tables
 from benchmarks.harness.timing import RESULTS
 from benchmarks.quality.grid import STEPS
 from benchmarks.quality.results import Results, Row, Variant, mean_and_spread
@@ -101,26 +102,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.check:
         for page, text in updated.items():
             page.write_text(text, encoding="utf-8")
-
-
-def with_tables(text: str, tables: dict[str, Callable[[], str]]) -> str:
-    """``text`` with new tables between its comments.
-
-    Raises:
-        ValueError: If it has no place for any table.
-    """
-    found = [name for name in tables if f"<!-- {name} table: begin -->" in text]
-    if not found:
-        name = next(iter(tables))
-        raise ValueError(f"no place for a table. Put in <!-- {name} table: begin --> and <!-- {name} table: end -->.")
-    for name in found:
-        begin, end = f"<!-- {name} table: begin -->\n", f"<!-- {name} table: end -->"
-        above, _, rest = text.partition(begin)
-        _, closed, below = rest.partition(end)
-        if not closed:
-            raise ValueError(f"{begin.strip()} has no {end} below it. Put it on a line of its own below the table.")
-        text = f"{above}{begin}\n{tables[name]()}\n\n{end}{below}"
-    return text
 
 
 def best_rates_table(rows: Sequence[Row]) -> str:
