@@ -1,7 +1,7 @@
 """``get_comera_model``: a compressed model from a live one, or from scratch without a dense weight in memory.
 
 Cores are drawn so that dense entries get the deviation of the model's own initialiser. Architectures differ (0.02,
-scaled by depth in GPT-2, by width in T5), so the initialiser is run on the meta device, where filling a tensor costs
+scaled by depth in GPT-2, by width in T5). So the initialiser runs on the meta device, where filling a tensor costs
 nothing, and the distributions it asks for are recorded.
 """
 

@@ -1,11 +1,11 @@
 """Checkpoints of compressed models: a folder is checked before it is loaded, and written whole or not at all.
 
-What the files hold, and whether they belong together, is found out before a module is replaced or a weight is read, so
-a file that is refused leaves nothing behind.
+The contents of the files, and whether they belong together, are checked before a module is replaced or a weight is
+read. So a refused file leaves the model as it was.
 
 Renaming several files is not one step, and a process may end between two. So all weight files and ``config.json`` of
-one save carry the same id: a mixture of two saves, which would compute something else in silence, is refused when it
-is loaded, and the files that are still to be moved are named.
+one save carry the same id. A mixture of two saves, which would compute something else in silence, is refused when it
+is loaded. The error names the files that are still to be moved.
 """
 
 import contextlib

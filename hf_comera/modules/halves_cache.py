@@ -3,7 +3,7 @@
 Halves with a gradient are valid until their backward pass, halves without one until a core or gate changes. Each call
 asks the cores themselves, so a layer may be called with its model, in a part of it, or alone.
 
-A CUDA graph writes to parameters without torch's knowledge: call :func:`note_parameter_edit` after each replay that
+A CUDA graph writes to parameters without torch's knowledge. Call :func:`note_parameter_edit` after each replay that
 trains, and :func:`drop_cached_halves` before and after each capture, so that a graph builds halves of its own.
 """
 
@@ -130,7 +130,7 @@ class Cached:
         self._made: tuple[_Guard, Any] | None = None
 
     def get(self, tensors: list[Tensor], make: Callable[[], T]) -> T:
-        """What ``make`` gives for ``tensors``."""
+        """The result of ``make`` for ``tensors``."""
         made = self._made  # another thread may drop it meanwhile
         if made is None or not made[0].holds(tensors):
             with outside_of_selection():
@@ -173,8 +173,8 @@ class _Halves:
 class HalvesCache:
     """Halves of its members; copied or pickled it is new, and the copies of its members join it.
 
-    Who the members are is fixed when a model is made: how many halves are built together shows in their last bits, and
-    a run that was resumed must not differ in any.
+    The members are fixed when a model is made. The number of halves that are built together shows in their last bits,
+    and a run that was resumed must not differ in any.
     """
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class HalvesCache:
         return halves.left, halves.right
 
     def dense_matrix(self, layer: TTLinear, dtype: torch.dtype) -> Tensor:
-        """What the halves of ``layer`` multiply to, ``(out, in)``, without a gradient; cached like them."""
+        """The product of the halves of ``layer``, ``(out, in)``, without a gradient; cached like them."""
         halves = self._valid_halves(layer, dtype)
         if halves.dense is None:
             with outside_of_selection(), without_autocast(layer.core_0):

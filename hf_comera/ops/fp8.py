@@ -155,7 +155,7 @@ ACTIVATION_GROUP_SIZE = 16
 """Neighbours on the last axis that share a scale."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_LARGEST_OF = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 _SMALLEST_SCALE = 2.0**-126
 """The smallest normal number of float32 and bfloat16: smaller ones have few digits, and no reciprocal in float32."""
@@ -269,8 +269,8 @@ def store_by_tensor(values: Tensor, *, format: torch.dtype = torch.float8_e4m3fn
 
 
 def _check(values: Tensor, format: torch.dtype) -> None:
-    if format not in _LARGEST:
-        raise ValueError(f"format={format} is not one of {', '.join(map(str, _LARGEST))}.")
+    if format not in _LARGEST_OF:
+        raise ValueError(f"format={format} is not one of {', '.join(map(str, _LARGEST_OF))}.")
     if values.dtype not in _DTYPES:
         raise ValueError(f"values have dtype {values.dtype}; FP8 holds {', '.join(map(str, _DTYPES))}.")
 
@@ -309,7 +309,7 @@ def _largest(values: Tensor, room: Tensor, *axes: int) -> Tensor:
 
 def _scale(largest: Tensor, format: torch.dtype) -> Tensor:
     """A little too small, so that the largest code times the scale cannot be rounded to more than ``largest``."""
-    return largest.mul((1 - 2.0**-22) / _LARGEST[format]).clamp_min_(_SMALLEST_SCALE)
+    return largest.mul((1 - 2.0**-22) / _LARGEST_OF[format]).clamp_min_(_SMALLEST_SCALE)
 
 
 def _encode(values: Tensor, room: Tensor, scale: Tensor, codes: Tensor) -> None:

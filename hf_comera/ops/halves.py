@@ -61,7 +61,7 @@ def layer_halves(cores: Sequence[Tensor], num_in: int, in_features: int, out_fea
     Args:
         cores: ``(r_{k-1}, n_k, r_k)``, all of one train.
         num_in: How many of them carry input factors.
-        in_features: Rows of W; what the input factors cover beyond them is cut.
+        in_features: Rows of W; rows that the input factors cover beyond them are cut off.
         out_features: Columns of W, likewise.
 
     Returns:
@@ -123,7 +123,7 @@ class Side:
         return len(self.cores) * sum(map(math.prod, self._padded_shapes()))
 
     def _padded_shapes(self) -> list[tuple[int, ...]]:
-        """What the cores of each place are padded to: the largest ranks, the middle one as the products want it."""
+        """The padded shapes of the cores of each place: the largest ranks, the middle one as products need it."""
         shapes = [
             tuple(max(sizes) for sizes in zip(*(core.shape for core in place), strict=True))
             for place in zip(*self.cores, strict=True)
@@ -156,7 +156,7 @@ def stacked_halves(side: Side) -> list[Tensor]:
 
 
 class StackedProducts(NamedTuple):
-    """What the gradients of stacked halves need: one stack for each place in a train."""
+    """The intermediate products that gradients of stacked halves need: one stack for each place in a tensor train."""
 
     cores: list[Tensor]
     gates: list[Tensor]
@@ -373,7 +373,7 @@ register_cuda_kernel(_tt_halves_backward, _gradients_by_kernel)
 
 
 def _halves_of(side: Side) -> list[Half]:
-    """What the operators take of ``side``; copies of cores that are not contiguous."""
+    """The arguments of the operators for ``side``; copies of cores that are not contiguous."""
     return [
         Half(_contiguous(cores), side.on_left, side.features, rank, _contiguous(gates))
         for cores, gates, rank in zip(side.cores, side.gates, side.ranks(), strict=True)
@@ -392,7 +392,7 @@ def _flat(halves: Sequence[Half]) -> tuple[list[Tensor], list[int]]:
 
 
 def _halves(tensors: Sequence[Tensor], layout: Sequence[int]) -> list[Half]:
-    """What :func:`_flat` was given."""
+    """The halves that :func:`_flat` was given."""
     rest, halves = iter(tensors), []
     numbers = iter(layout)
     for num_cores, num_gates, is_left, features in zip(numbers, numbers, numbers, numbers, strict=True):

@@ -146,7 +146,7 @@ class RankAdaptation:
         if self.wanted_loss is not None and not (_is_number(self.wanted_loss) and self.wanted_loss != 0):
             raise ValueError(
                 f"wanted_loss={self.wanted_loss!r} must be a finite number other than zero, since losses are compared "
-                "relative to it. Use 0.8, for example, or None for the loss at the end of the early stage."
+                "relative to it. Give a loss, for example 0.8, or None for the loss at the end of the early stage."
             )
         for name in ("gamma", "beta", "pressure", "rho"):
             value = getattr(self, name)
