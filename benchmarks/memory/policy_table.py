@@ -1,7 +1,7 @@
 """Write the table of activation policies in docs/memory.md from the rows that benchmarks/memory/run.py left.
 
-    python -m benchmarks.memory.policy_table
-    python -m benchmarks.memory.policy_table --check
+python -m benchmarks.memory.policy_table
+python -m benchmarks.memory.policy_table --check
 """
 
 import argparse
@@ -47,14 +47,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def policy_table(rows: Iterable[Mapping[str, str]]) -> str:
-    """One line for each form and policy, in the order of the newest rows."""
+    """One line for each form and policy, tensor trains first."""
     newest: dict[tuple[str, str], dict[str, Mapping[str, str]]] = {}
     for row in sorted(rows, key=lambda row: row["date"]):  # stable: later lines of a day replace earlier ones
         newest.setdefault((row["form"], row["policy"]), {})[row["dropout"]] = row
     last_day = max(row["date"] for cases in newest.values() for row in cases.values())
     headings = [f"{figure}, {words}" for words in DROPOUTS.values() for figure in FIGURES]
     lines = [["model", "policy", *headings], ["---", "---", *["--:"] * len(headings)]]
-    for (form, policy), cases in newest.items():
+    for (form, policy), cases in sorted(newest.items(), key=lambda item: item[0][0] == "dense"):
         if all(row["date"] != last_day for row in cases.values()):
             continue  # of an earlier version
         lines.append([form, f"`{policy}`".replace(",", "`,", 1).removesuffix("`" if "," in policy else "")])
