@@ -78,5 +78,5 @@ $(STAMP): pyproject.toml setup.cfg constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "hf_comera needs Python 3.10 or newer, but \
 	$(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1). Name a newer one: make $(or $(MAKECMDGOALS),install) PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[onnx,plots,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[onnx,plots,scripts,test]'
 	@touch $@

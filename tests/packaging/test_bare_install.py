@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+from importlib.metadata import requires
+
+from packaging.requirements import Requirement
 
 PROGRAM = """
 import sys
@@ -23,3 +26,10 @@ def test_a_model_is_made_and_saved_without_them(tmp_path):
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {"README.md", "config.json", "model.safetensors"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_packages_of_scripts_are_an_extra():
+    base = {Requirement(each).name for each in requires("hf_comera") if "extra ==" not in each}
+    extra = {Requirement(each).name for each in requires("hf_comera") if 'extra == "scripts"' in each}
+    assert extra == {"datasets", "evaluate", "tokenizers"}
+    assert not base & extra
