@@ -138,3 +138,20 @@ def test_files_are_named_and_described():
     for path in ALL_FILES:
         assert path.name not in VAGUE_NAMES, f"{name_of(path)}: name the file after the one subject in it"
         assert ast.get_docstring(read(path)), f"{name_of(path)}: the first line is a docstring that says its subject"
+
+
+def test_tests_mirror_the_sources():
+    """``test_<file>.py`` or ``test_<file>_<aspect>.py`` in the same folder; others stand in folders of their own."""
+    mirrors = {
+        "hf_comera": ROOT / "tests",
+        "scripts": ROOT / "tests" / "scripts",
+        "benchmarks": ROOT / "tests/benchmarks",
+    }
+    for top, mirror in mirrors.items():
+        for folder in [path for path in (ROOT / top).rglob("*") if path.is_dir() and path.name != "__pycache__"]:
+            sources = {path.stem for path in folder.glob("*.py")}
+            for test in (mirror / folder.relative_to(ROOT / top)).glob("test_*.py"):
+                name = test.stem.removeprefix("test_") + "_"
+                assert any(name.startswith(f"{source}_") for source in sources), (
+                    f"{name_of(test)} is named after no file of {name_of(folder)}"
+                )
