@@ -1,4 +1,4 @@
-"""Write the tables of learning in README.md and docs/learning.md from the rows that benchmarks/quality/run.py left.
+"""Write the tables of learning in docs/benchmarks.md and docs/learning.md from the rows of benchmarks.quality.run.
 
     python -m benchmarks.quality.learning_table
     python -m benchmarks.quality.learning_table --check
@@ -32,7 +32,7 @@ Rows are those of three factors a side, width 256 and the steps below, on any
 machine; of several rows of one rate and seed the newest counts.
 """
 ROOT = RESULTS.parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "learning.md")
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "learning.md")
 Curves = dict[str, list[Row]]
 
 
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "python -m benchmarks.quality.learning_table", description=DESCRIPTION, formatter_class=keep_lines
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not up to date")
-    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES, help="default: README.md and docs/learning.md")
+    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES, help="default: two of docs/")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the csv files; default: %(default)s")
     args = parser.parse_args(argv)
     results = Results(args.results)

@@ -1,4 +1,4 @@
-"""Write the tables of speed in README.md from the rows that the benchmarks left in benchmarks/results/.
+"""Write the figures of speed in README.md and docs from the rows that the benchmarks left in benchmarks/results/.
 
     python -m benchmarks.speed.readme_table
     python -m benchmarks.speed.readme_table --check
@@ -13,7 +13,7 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -43,30 +43,45 @@ COLUMNS = {
     "bench_inference": ("model", "tokens", "dtype"),
 }
 DESCRIPTION = """\
-Every pair of comments in the README holds a table of one machine:
+A pair of comments in a page holds what is written here:
 
-    <!-- speed table: begin -->        the processor with the newest rows (of one
-    <!-- speed table: end -->          day: the last row of the first csv file)
-    <!-- speed table AMD: begin -->    a processor with "AMD" in its name, cases
-    <!-- speed table AMD: end -->      that the first table has not
+    <!-- speed headline: begin -->     one sentence about the training step of
+    <!-- speed headline: end -->       six encoders
+    <!-- speed summary: begin -->      five rows for the first screen
+    <!-- speed summary: end -->
+    <!-- speed table: begin -->        every case that has a name
+    <!-- speed table: end -->
 
-A table has the number of threads and the environment with which most cases were
+All are of the processor with the newest rows (of one day: the last row of the first
+csv file), with the number of threads and the environment with which most cases were
 measured, and the newest row of a case. "Memory kept" are rows of the same with
---keep-freed-memory. "Median of rows" is that of all rows of the case with as many
-threads, from any processor, memory kept or not. Rows that name a GPU are a table of their own in the first
-pair. Cases without a name in NAMES of benchmarks/speed/readme_table.py are left
-out.
+--keep-freed-memory. "Median of rows", and each ratio of times in sentence and summary,
+is that of all rows of the case with as many threads, from any processor, memory kept
+or not. Rows that name a GPU are a table of their own below the first. Cases without a
+name in NAMES of benchmarks/speed/readme_table.py are left out.
 """
 Row = dict[str, str]
-README = RESULTS.parents[1] / "README.md"
+ROOT = RESULTS.parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "benchmarks.md")
 KEPT = "MALLOC_KEPT=1"
 FORMS = ("dense", "tensor_train")
 HEADINGS = (
     "what", "dense", "tensor train", "times faster", "memory kept", "median of rows", "saved MB, dense",
     "saved MB, tensor train", "peak MB, dense", "peak MB, tensor train", "command",
 )  # fmt: skip
-BLOCK = re.compile(r"<!-- speed table(?P<name>[^:\n]*): begin -->\n.*?<!-- speed table(?P=name): end -->", re.DOTALL)
-MARKER = re.compile(r"<!-- speed table[^:\n]*: (?:begin|end) -->")
+BLOCK = re.compile(r"<!-- speed (?P<kind>\w+): begin -->\n.*?<!-- speed (?P=kind): end -->", re.DOTALL)
+MARKER = re.compile(r"<!-- speed \w+: (?:begin|end) -->")
+# The step of sentence and picture. Without dropout, which torch draws slowly on a CPU, both sides do the same.
+STEP = "training step, six-encoder BERT, 32 x 128 tokens, no dropout"
+ENCODER = "inference, six-encoder BERT, 8 x 128 tokens"
+# Name of a case, what of its row is shown, and the words for it; none: the name.
+SUMMARY = (
+    (STEP, "time", ""),
+    (STEP, "peak", "peak memory of that step"),
+    (ENCODER, "time", ""),
+    ("32 tokens of generation, GPT-2 of six layers, 8 prompts of 16", "time", ""),
+    (ENCODER, "weights", "weights of the six-encoder BERT, float32"),
+)
 
 
 def _step_names() -> dict[tuple[str, ...], str]:
@@ -158,33 +173,29 @@ class Measurement:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the tables into the README, or compare them with it."""
+    """Write the figures into the pages, or compare the two."""
     keep_lines = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         "python -m benchmarks.speed.readme_table", description=DESCRIPTION, formatter_class=keep_lines
     )
-    parser.add_argument("--processor", metavar="NAME", help="only the table with this name in its comments, e.g. AMD")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the README is not up to date")
-    parser.add_argument("--readme", type=Path, default=README, help="default: README.md of the repository")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not up to date")
+    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES, help="default: README.md and two of docs/")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the csv files; default: %(default)s")
     args = parser.parse_args(argv)
-    text = args.readme.read_text(encoding="utf-8")
-    try:
-        updated = with_tables(text, read_results(args.results), args.processor)
-    except ValueError as problem:
-        parser.error(f"{args.readme}: {problem}")
-    if args.check and updated != text:
-        again = shlex.join(
-            [
-                "python",
-                "-m",
-                "benchmarks.speed.readme_table",
-                *(["--processor", args.processor] * bool(args.processor)),
-            ]
-        )
-        sys.exit(f"The tables of speed in {args.readme} are not those of {args.results}. Run: {again}")
+    measurements = read_results(args.results)
+    texts = {page: page.read_text(encoding="utf-8") for page in args.pages}
+    updated = {}
+    for page, text in texts.items():
+        try:
+            updated[page] = with_figures(text, measurements)
+        except ValueError as problem:
+            parser.error(f"{page}: {problem}")
+    stale = [str(page) for page in texts if updated[page] != texts[page]]
+    if args.check and stale:
+        sys.exit(f"Not the rows of {args.results}: {', '.join(stale)}. Run: python -m benchmarks.speed.readme_table")
     if not args.check:
-        args.readme.write_text(updated, encoding="utf-8")
+        for page, text in updated.items():
+            page.write_text(text, encoding="utf-8")
 
 
 def read_results(folder: Path) -> list[Measurement]:
@@ -205,53 +216,93 @@ def read_results(folder: Path) -> list[Measurement]:
     return measurements
 
 
-def with_tables(text: str, measurements: Sequence[Measurement], only: str | None = None) -> str:
-    """``text`` with new tables between its markers; those of one processor alone if ``only`` is given.
+def with_figures(text: str, measurements: Sequence[Measurement]) -> str:
+    """``text`` with all that stands between its comments written anew.
 
     Raises:
-        ValueError: If markers are missing or not in pairs, or a named processor has no rows.
+        ValueError: If comments are missing, unknown or not in pairs, or the sentence has no row to tell of.
     """
-    names = [match["name"].strip() for match in BLOCK.finditer(text)]
-    if len(MARKER.findall(text)) != 2 * len(names):
-        raise ValueError("a 'speed table' comment has no partner; every ': begin' needs an ': end' of the same name")
-    if (only or "") not in names:
-        name = f" {only}" if only else ""
-        lines = f"<!-- speed table{name}: begin -->\n<!-- speed table{name}: end -->"
-        raise ValueError(f"no place for the table; found names {names}. Put in these two lines:\n{lines}")
-    on_processor = [measurement for measurement in measurements if not measurement.setting.gpu]
-    first = rows_of_one_machine(on_processor)
+    kinds = [match["kind"] for match in BLOCK.finditer(text)]
+    if len(MARKER.findall(text)) != 2 * len(kinds):
+        raise ValueError("a 'speed' comment has no partner; every ': begin' needs an ': end' of the same name")
+    if not kinds or set(kinds) - set(WRITERS):
+        lines = "<!-- speed table: begin -->\n<!-- speed table: end -->"
+        raise ValueError(f"found comments for {kinds}, needed are some of {list(WRITERS)}. Put in, say:\n{lines}")
 
     def renewed(match: re.Match[str]) -> str:
-        name = match["name"].strip()
-        if only not in (None, name):
-            return match[0]
-        if name:
-            parts = [named_table(on_processor, name, first)]
-        else:
-            on_gpu = [measurement for measurement in measurements if measurement.setting.gpu]
-            newest = rows_of_one_machine(on_gpu)
-            parts = [
-                table(first, on_processor) or "Not measured.",
-                table(newest, on_gpu) or "On a GPU: not measured.",
-            ]
         begin, *_, end = match[0].splitlines()
-        return "\n\n".join([begin, *parts, end])
+        return "\n\n".join([begin, WRITERS[match["kind"]](measurements), end])
 
     return BLOCK.sub(renewed, text)
 
 
-def named_table(measurements: Sequence[Measurement], name: str, first: Sequence[Measurement]) -> str:
-    """The table of a processor with ``name`` in its name, without the cases of the first table.
+def headline(measurements: Sequence[Measurement]) -> str:
+    """The sentence of the first line: parameters, speed and memory of one training step.
 
     Raises:
-        ValueError: If there is no such processor.
+        ValueError: If that step was not measured.
     """
-    rows = rows_of_one_machine(m for m in measurements if name in m.setting.processor)
+    step = shown_row(measurements, STEP)
+    if step is None:
+        raise ValueError(f"no row of {STEP!r}. Run: python -m benchmarks.speed.step --dropout 0")
+    smaller = float(step.row["dense_parameters"]) / float(step.row["tensor_train_parameters"])
+    memory = float(step.row["dense_peak_bytes"]) / float(step.row["tensor_train_peak_bytes"])
+    faster, _ = median_ratio(step, measurements)
+    return (
+        f"Train Hugging Face Transformers in tensor-train form: a six-layer BERT has **{smaller:.0f} times fewer "
+        f"parameters**,\ntrains **{_ratio(faster)} times as fast** and peaks at **{_ratio(memory)} times less memory** "
+        "on the same CPU, with three lines changed."
+    )
+
+
+def summary(measurements: Sequence[Measurement]) -> str:
+    """Five rows for the first screen, and a sentence about the machine."""
+    lines, rows, counts = [["what", "dense", "tensor train", "ratio"], ["---", "--:", "--:", "--:"]], [], []
+    for name, figure, words in SUMMARY:
+        measurement = shown_row(measurements, name)
+        if measurement is None:
+            continue
+        row = measurement.row
+        rows.append(measurement)
+        if figure == "time":
+            ratio, count = median_ratio(measurement, measurements)
+            counts.append(count)
+            shown = [_time(row, form) for form in FORMS]
+        else:
+            column = "bytes" if figure == "weights" else f"{figure}_bytes"
+            dense, compressed = (float(row[f"{form}_{column}"]) for form in FORMS)
+            ratio, shown = dense / compressed, [f"{_megabytes(size)} MB" for size in (dense, compressed)]
+        lines.append([words or name.format_map(row), *shown, _ratio(ratio)])
     if not rows:
-        found = sorted({m.setting.processor for m in measurements})
-        raise ValueError(f"processor {name!r} has no rows; there are rows of {found}")
-    known = {m.case for m in first}
-    return table([m for m in rows if m.case not in known], measurements) or "All of its cases are in the table above."
+        return "Not measured."
+    runs = f"{min(counts)} to {max(counts)} runs" if min(counts) < max(counts) else f"{max(counts)} runs"
+    note = f"{_sentence(rows)} Ratios of times are medians of {runs}, since single runs differ by a quarter."
+    return "\n".join([*(f"| {' | '.join(cells)} |" for cells in lines), "", note])
+
+
+def full_tables(measurements: Sequence[Measurement]) -> str:
+    """Every case: a table of the processor, and one of the GPU."""
+    on_gpu = [measurement for measurement in measurements if measurement.setting.gpu]
+    on_processor = [measurement for measurement in measurements if not measurement.setting.gpu]
+    parts = (
+        table(rows_of_one_machine(on_processor), on_processor) or "Not measured.",
+        table(rows_of_one_machine(on_gpu), on_gpu) or "On a GPU: not measured.",
+    )
+    return "\n\n".join(parts)
+
+
+WRITERS: dict[str, Callable[[Sequence[Measurement]], str]] = {
+    "headline": headline,
+    "summary": summary,
+    "table": full_tables,
+}
+
+
+def shown_row(measurements: Sequence[Measurement], name: str) -> Measurement | None:
+    """The row of a case that a table of the processor shows, memory not kept if there is such a row."""
+    rows = rows_of_one_machine(measurement for measurement in measurements if not measurement.setting.gpu)
+    found = [row for row in rows if NAMES[row.case] == name]
+    return min(found, key=lambda row: row.kept, default=None)
 
 
 def rows_of_one_machine(measurements: Iterable[Measurement]) -> list[Measurement]:
@@ -309,13 +360,13 @@ def _sentence(rows: Sequence[Measurement]) -> str:
 def _cells(plain: Measurement | None, kept: Measurement | None, measurements: Sequence[Measurement]) -> list[str]:
     shown = plain or kept
     assert shown is not None
-    row = shown.row
+    row, (ratio, count) = shown.row, median_ratio(shown, measurements)
     return [
         NAMES[shown.case].format_map(row),
         *(_time(row, form) for form in FORMS),
         _ratio(float(plain.row["ratio"])) if plain else "",
         _ratio(float(kept.row["ratio"])) if kept else "",
-        _median(shown, measurements),
+        f"{_ratio(ratio)} of {count}",
         *(_megabytes(row.get(f"{form}_{kind}_bytes")) for kind in ("saved", "peak") for form in FORMS),
         f"`{_command(row['command'])}`",
     ]
@@ -327,17 +378,22 @@ def _time(row: Row, form: str) -> str:
     return f"{f'{value:#.3g}'.rstrip('.')} {unit}"
 
 
-def _median(shown: Measurement, measurements: Sequence[Measurement]) -> str:
+def median_ratio(shown: Measurement, measurements: Sequence[Measurement]) -> tuple[float, int]:
     """One pair of runs differs by a quarter between hours: what all of its rows say, and how many they are."""
-    same = [m for m in measurements if m.case == shown.case and m.setting.threads == shown.setting.threads]
-    return f"{_ratio(statistics.median(float(m.row['ratio']) for m in same))} of {len(same)}"
+    setting = shown.setting
+    same = [
+        m
+        for m in measurements
+        if m.case == shown.case and (m.setting.threads, m.setting.gpu) == (setting.threads, setting.gpu)
+    ]
+    return statistics.median(float(m.row["ratio"]) for m in same), len(same)
 
 
 def _ratio(ratio: float) -> str:
     return f"{ratio:.1f}" if ratio >= 1 else f"{ratio:.2f}"  # 0.96 is not 1.0
 
 
-def _megabytes(num_bytes: str | None) -> str:
+def _megabytes(num_bytes: str | float | None) -> str:
     if not num_bytes:
         return ""
     size = float(num_bytes) / 1e6

@@ -76,7 +76,7 @@ class Explanation:
 
     def __str__(self) -> str:
         """The table, in at most 119 columns, and the notes."""
-        console = Console(width=WIDTH, record=False, no_color=True)
+        console = Console(width=WIDTH, color_system=None, force_jupyter=False)
         with console.capture() as capture:
             console.print(self.__rich__())
             for note in self.notes:

@@ -122,7 +122,7 @@ class RankReport:
 
     def __str__(self) -> str:
         """The table."""
-        console = Console(width=140, record=False, no_color=True)
+        console = Console(width=140, color_system=None, force_jupyter=False)
         with console.capture() as capture:
             console.print(self.__rich__())
         return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -57,7 +57,7 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         """The table."""
-        console = Console(width=100, no_color=True)
+        console = Console(width=100, color_system=None, force_jupyter=False)
         with console.capture() as capture:
             console.print(self.__rich__())
         return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -1,4 +1,4 @@
-"""benchmarks/quality/learning_table.py: the tables of learning in README and docs are what the csv files give."""
+"""benchmarks/quality/learning_table.py: the tables of learning in docs are what the csv files give."""
 
 import csv
 

@@ -81,8 +81,8 @@ def figures(cell):
     return re.findall(r"\d+\.\d", cell)
 
 
-def test_the_readme_has_mean_range_and_standard_error_of_the_rows():
-    lines = quoted("README.md", "| model | epochs | fewer parameters |")
+def test_the_page_of_benchmarks_has_mean_range_and_standard_error_of_the_rows():
+    lines = quoted("docs/benchmarks.md", "| model | epochs | fewer parameters |")
     assert len(lines) == 7
     for model, epochs, ratio, cell in lines:
         found = list(kept(model, epochs, "", ratio).values())

@@ -1,12 +1,13 @@
-"""benchmarks/speed/readme_table.py: the README's tables of speed are what the csv files give, each of one machine."""
+"""benchmarks/speed/readme_table.py: the figures of speed in README and docs are what the csv files give, each of one machine."""
 
 import pytest
 
 from benchmarks.speed import readme_table
 from loop.measure import MACHINE_IDENTITY, replace_rows
 
-FIRST = "<!-- speed table: begin -->\n<!-- speed table: end -->\n"
-SECOND = "<!-- speed table AMD: begin -->\n<!-- speed table AMD: end -->\n"
+TABLE, SUMMARY, HEADLINE = (
+    f"<!-- speed {kind}: begin -->\n<!-- speed {kind}: end -->\n" for kind in ("table", "summary", "headline")
+)
 INTEL, AMD = {"processor": "Intel Xeon"}, {"processor": "AMD EPYC"}
 STEP = "training step, six-encoder BERT, 32 x 128 tokens"
 
@@ -16,6 +17,7 @@ def step(date, **changes):
         "model": "bert-6x768", "optimizer": "tt_muon", "dtype": "fp32", "dropout": 0.1, "tokens": "32x128",
         "dense_s": 6.0, "tensor_train_s": 1.5, "ratio": 4.0, "dense_saved_bytes": 1850447492,
         "tensor_train_saved_bytes": 32768, "dense_peak_bytes": 1077649864, "tensor_train_peak_bytes": 36019128,
+        "dense_parameters": 66_000_000, "tensor_train_parameters": 1_500_000,
         "processor": "Intel Xeon", "cores": 2, "threads": 2, "environment": "",
         "torch": "2.13", "date": date, "command": "python -m benchmarks.speed.step --rounds 7",
     } | changes  # fmt: skip
@@ -34,18 +36,25 @@ def lookup(date, **changes):
     }
 
 
+def inference(date, **changes):
+    shared = {name: value for name, value in step(date).items() if name in (*MACHINE_IDENTITY, "torch", "date")}
+    figures = {"dense_ms": 610, "tensor_train_ms": 98, "ratio": 6.2, "dense_bytes": 267829260}
+    figures |= {"tensor_train_bytes": 5943180, "model": "bert-6x768", "tokens": "8x128", "dtype": "fp32"}
+    return {**figures, **shared, "command": "python -m benchmarks.speed.inference", **changes}
+
+
 @pytest.fixture
 def write(tmp_path):
-    """Writes csv files of these rows and a README, runs the script, gives the tables by processor."""
+    """Writes csv files of these rows and a page, runs the script, gives the tables by processor."""
 
-    def run(readme=FIRST, *options, **files):
+    def run(page=TABLE, *options, **files):
         for stem, rows in files.items():
             (tmp_path / f"{stem}.csv").unlink(missing_ok=True)
             columns = [*readme_table.COLUMNS[stem], *MACHINE_IDENTITY, "date", "gpu"]
             replace_rows(tmp_path / f"{stem}.csv", rows, columns)
-        path = tmp_path / "README.md"
-        path.write_text(f"above\n{readme}below\n", encoding="utf-8")
-        readme_table.main(["--readme", str(path), "--results", str(tmp_path), *options])
+        path = tmp_path / "page.md"
+        path.write_text(f"above\n{page}below\n", encoding="utf-8")
+        readme_table.main(["--pages", str(path), "--results", str(tmp_path), *options])
         return tables(path.read_text(encoding="utf-8"))
 
     return run
@@ -53,7 +62,7 @@ def write(tmp_path):
 
 def tables(text):
     """Sentence about the machine -> rows of cells, the headings left out."""
-    found = {}
+    found, rows = {}, []
     for line in text.splitlines():
         if line.startswith("Measured"):
             rows = found[line] = []
@@ -62,7 +71,7 @@ def tables(text):
     return found
 
 
-def test_readme_is_up_to_date():
+def test_pages_are_up_to_date():
     readme_table.main(["--check"])
 
 
@@ -124,30 +133,18 @@ def test_commands_have_no_folders(write):
     assert rows[0][-1] == "`speed.step --file=rows.csv 'a b'`"
 
 
-def test_second_table_has_what_the_first_has_not(write, tmp_path):
-    rows = [step("2026-01-01", **AMD), step("2026-01-01", dropout=0.0, **AMD), step("2026-01-02")]
-    first, second = write(FIRST + SECOND, bench_step=rows).values()
-    assert [row[0] for row in first] == [f"{STEP}, dropout 0.1"]
-    assert [row[0] for row in second] == [f"{STEP}, no dropout"]
-    (only,) = write(FIRST + SECOND, "--processor", "AMD", bench_step=rows).items()
-    assert "AMD" in only[0]
-    assert only[1] == second
-    assert len(write(FIRST + SECOND, bench_step=[rows[0], rows[2]])) == 1
-    assert "All of its cases are in the table above." in (tmp_path / "README.md").read_text(encoding="utf-8")
-
-
 def test_gpu_has_a_table_of_its_own(write, tmp_path):
     write(bench_step=[step("2026-01-01")])
-    assert "On a GPU: not measured." in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "On a GPU: not measured." in (tmp_path / "page.md").read_text(encoding="utf-8")
     cpu, gpu = write(bench_step=[step("2026-01-01"), step("2026-01-02", gpu="NVIDIA H200", ratio=9)])
     assert "H200" not in cpu
     assert gpu.startswith("Measured on NVIDIA H200 beside Intel Xeon")
-    assert "not measured" not in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "not measured" not in (tmp_path / "page.md").read_text(encoding="utf-8")
 
 
 def test_missing_files_are_not_measured(write, tmp_path):
     assert write() == {}
-    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    text = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert "\nNot measured.\n" in text
     assert text.startswith("above\n<!--")
     assert text.endswith("-->\nbelow\n")
@@ -160,24 +157,60 @@ def test_cases_without_a_name_are_told(write, capsys):
 
 def test_check_says_what_to_run_and_writes_nothing(write, tmp_path):
     rows = [step("2026-01-01")]
-    with pytest.raises(SystemExit, match=r"Run: python -m benchmarks\.speed\.readme_table$"):
-        write(FIRST, "--check", bench_step=rows)
-    readme = tmp_path / "README.md"
-    assert readme.read_text(encoding="utf-8") == f"above\n{FIRST}below\n"
+    with pytest.raises(SystemExit, match=r"page\.md\. Run: python scripts/readme_table\.py$"):
+        write(TABLE, "--check", bench_step=rows)
+    page = tmp_path / "page.md"
+    assert page.read_text(encoding="utf-8") == f"above\n{TABLE}below\n"
     write(bench_step=rows)
-    readme_table.main(["--check", "--readme", str(readme), "--results", str(tmp_path)])
+    readme_table.main(["--check", "--pages", str(page), "--results", str(tmp_path)])
+
+
+def text_between(tmp_path):
+    """What stands between the comments of the page, without empty lines."""
+    lines = (tmp_path / "page.md").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines[2:-2] if line]
+
+
+def test_the_sentence_has_parameters_speed_and_memory_of_one_step(write, tmp_path):
+    rows = [step("2026-01-02", dropout=0.0, ratio=5), step("2026-01-01", dropout=0.0, ratio=4, **AMD)]
+    write(HEADLINE, bench_step=[*rows, step("2026-01-03", ratio=9)])
+    sentence = " ".join(text_between(tmp_path))
+    assert "**44 times fewer parameters**" in sentence
+    assert "**4.5 times as fast**" in sentence  # the median of both machines
+    assert "**29.9 times less memory**" in sentence
+
+
+def test_the_summary_has_times_memory_and_weights(write, tmp_path):
+    plain = step("2026-01-01", dropout=0.0, ratio=5.0)
+    kept = step("2026-01-01", dropout=0.0, ratio=4.0, dense_s=5, environment="MALLOC_KEPT=1")
+    write(SUMMARY, bench_step=[plain, kept], bench_inference=[inference("2026-01-01")])
+    *lines, note = text_between(tmp_path)
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+    assert cells == [
+        [f"{STEP}, no dropout", "6.00 s", "1.50 s", "4.5"],
+        ["peak memory of that step", "1,078 MB", "36 MB", "29.9"],
+        ["inference, six-encoder BERT, 8 x 128 tokens", "610 ms", "98.0 ms", "6.2"],
+        ["weights of the six-encoder BERT, float32", "268 MB", "5.9 MB", "45.1"],
+    ]
+    assert note.startswith("Measured on Intel Xeon")
+    assert "medians of 1 to 2 runs" in note
+
+
+def test_the_summary_of_nothing_says_so(write, tmp_path):
+    write(SUMMARY)
+    assert text_between(tmp_path) == ["Not measured."]
 
 
 @pytest.mark.parametrize(
-    ("readme", "options", "message"),
+    ("page", "message"),
     [
-        ("", [], "Put in these two lines"),
-        (FIRST, ["--processor", "AMD"], "<!-- speed table AMD: begin -->"),
-        (FIRST + SECOND.replace("AMD: end", "amd: end"), [], "no partner"),
-        (FIRST + SECOND.replace("AMD", "ARM"), [], "there are rows of ['Intel Xeon']"),
+        ("", "Put in, say"),
+        (TABLE.replace(": end", ": stop"), "no partner"),
+        (TABLE.replace("table", "fable"), "found comments for ['fable']"),
+        (HEADLINE, "benchmarks/speed/step.py --dropout 0"),
     ],
 )
-def test_markers_that_cannot_be_filled_are_refused(write, capsys, readme, options, message):
+def test_pages_that_cannot_be_filled_are_refused(write, capsys, page, message):
     with pytest.raises(SystemExit):
-        write(readme, *options, bench_step=[step("2026-01-01")])
+        write(page, bench_step=[step("2026-01-01")])
     assert message in capsys.readouterr().err
