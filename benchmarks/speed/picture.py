@@ -3,8 +3,8 @@
     python -m benchmarks.speed.picture
     python -m benchmarks.speed.picture --check
 
-The step is that of the sentence above the picture (readme_table.py): parameters, seconds and bytes, dense beside tensor
-train, on one machine. The figures also stand in the file as text, with which --check compares the row.
+The step is that of the sentence above the picture (readme_table.py): parameters, seconds and bytes, dense beside
+tensor train, on one machine. The figures also stand in the file as text, with which --check compares the row.
 """
 
 import argparse

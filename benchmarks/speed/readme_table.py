@@ -250,7 +250,8 @@ def headline(measurements: Sequence[Measurement]) -> str:
     faster, _ = median_ratio(step, measurements)
     return (
         f"Train Hugging Face Transformers in tensor-train form: a six-layer BERT has **{smaller:.0f} times fewer "
-        f"parameters**,\ntrains **{_ratio(faster)} times as fast** and peaks at **{_ratio(memory)} times less memory** "
+        f"parameters**,\ntrains **{_ratio(faster)} times as fast** and peaks at "
+        f"**{_ratio(memory)} times less memory** "
         "on the same CPU, with three lines changed."
     )
 

@@ -1,4 +1,4 @@
-"""benchmarks/speed/readme_table.py: the figures of speed in README and docs are what the csv files give, each of one machine."""
+"""benchmarks/speed/readme_table.py: figures of speed in README and docs are those of the csv files, of one machine."""
 
 import pytest
 
