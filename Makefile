@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+DOCS_STAMP := $(VENV)/installed-docs
 PYTEST := $(BIN)/python -m pytest
 WORKERS ?= 2
 SANITIZER ?= compute-sanitizer
@@ -19,7 +20,7 @@ BENCHMARKS ?= $(addprefix speed., adaptation decomposition head inference linear
 LAYOUT := tests/test_import_direction.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check format test test-slow test-gpu sanitize-gpu gpu-report bench sweep clean
+.PHONY: help install demo docs notebooks check format test test-slow test-gpu sanitize-gpu gpu-report bench sweep clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,9 +31,18 @@ install: $(STAMP)  ## make .venv and install the project in it with the tested v
 demo: $(STAMP)  ## pre-train a small tensor-train language model on Python code, under ten minutes on 2 cores
 	$(LAUNCH) scripts/pretrain_codebert.py $(DEMO_ARGS)
 
-check: $(STAMP)  ## style, types and import direction
+docs: $(DOCS_STAMP)  ## build the site into build/site; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open build/site/index.html"
+
+notebooks: $(DOCS_STAMP)  ## execute the notebooks of docs/ anew and keep their outputs
+	PYTHONWARNINGS=ignore $(BIN)/python -m nbconvert --to notebook --execute --inplace \
+		--ExecutePreprocessor.record_timing=False docs/notebooks/*.ipynb
+
+check: $(STAMP)  ## style, spelling, types and import direction
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/typos
 	$(BIN)/mypy
 	$(PYTEST) -q --noconftest $(LAYOUT)
 
@@ -79,4 +89,8 @@ $(STAMP): pyproject.toml setup.cfg constraints.txt
 	$(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1). Name a newer one: make $(or $(MAKECMDGOALS),install) PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[onnx,plots,scripts,test]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
