@@ -63,7 +63,7 @@ def stepped(layers, gradients, together, kept=None, steps=4):
 def assert_together_is_alone(layers, gradients, num_families=1, kept=None):
     together, (optimizer,) = stepped(layers, gradients, True, kept)
     alone, _ = stepped(layers, gradients, False, kept)
-    assert sum(map(len, optimizer._families.values())) == num_families
+    assert sum(map(len, optimizer._shape_groups.values())) == num_families
     for (name, ours), theirs in zip(together.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
     return together

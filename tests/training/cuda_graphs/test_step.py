@@ -205,7 +205,7 @@ def test_what_a_graph_uses_from_outside_is_kept_and_nothing_else():
     assert run.step.num_replays == 1
     kept = places(run.step._capture.watch.tensors())
     state = [value for values in run.optimizer.state.values() for value in values.values()]
-    family = next(iter(run.optimizer._families.values()))[0][1]
+    family = next(iter(run.optimizer._shape_groups.values()))[0][1]
     indices = [mask for mask in family.live if mask is not None]
     adapter = [run.adapter.effects, run.adapter.strengths, run.adapter.loss_sums]
     assert places([*run.model.parameters(), *state, *adapter, *indices]) <= kept
