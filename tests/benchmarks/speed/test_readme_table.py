@@ -157,7 +157,7 @@ def test_cases_without_a_name_are_told(write, capsys):
 
 def test_check_says_what_to_run_and_writes_nothing(write, tmp_path):
     rows = [step("2026-01-01")]
-    with pytest.raises(SystemExit, match=r"page\.md\. Run: python scripts/readme_table\.py$"):
+    with pytest.raises(SystemExit, match=r"page\.md\. Run: python -m benchmarks\.speed\.readme_table$"):
         write(TABLE, "--check", bench_step=rows)
     page = tmp_path / "page.md"
     assert page.read_text(encoding="utf-8") == f"above\n{TABLE}below\n"
@@ -207,7 +207,7 @@ def test_the_summary_of_nothing_says_so(write, tmp_path):
         ("", "Put in, say"),
         (TABLE.replace(": end", ": stop"), "no partner"),
         (TABLE.replace("table", "fable"), "found comments for ['fable']"),
-        (HEADLINE, "benchmarks/speed/step.py --dropout 0"),
+        (HEADLINE, "benchmarks.speed.step --dropout 0"),
     ],
 )
 def test_pages_that_cannot_be_filled_are_refused(write, capsys, page, message):
