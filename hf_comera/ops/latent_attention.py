@@ -105,8 +105,8 @@ def _absorbing_pays(rows: int, rank: int, size: int, other_rank: int) -> bool:
 # tokens and s = keys of a chunk.
 
 
-# Scores at a time: few enough for the cache that cores share; fewer cost more calls than they spare.
-_CHUNK_SCORES = 1 << 20
+# Scores at a time: few enough for the cache of a core; fewer cost more calls than they spare.
+_CHUNK_SCORES = 1 << 18
 
 
 def dropped_attention(
