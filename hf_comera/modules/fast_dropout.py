@@ -13,8 +13,8 @@ __all__ = ["FastDropout", "disable_fast_dropout", "enable_fast_dropout"]
 class FastDropout(nn.Dropout):
     """``nn.Dropout`` that draws other numbers from the same generator, on a CPU up to several times as fast.
 
-    Rates are rounded to multiples of 1 / 65536. For small tensors and where it does not serve (other devices, under a
-    compiler or a transform, in place) it is ``nn.Dropout``.
+    Rates are rounded to multiples of 1 / 65536. For small tensors and where it does not serve (other devices, under an
+    exporter or a transform, in place) it is ``nn.Dropout``.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -34,8 +34,10 @@ class FastDropout(nn.Dropout):
 
 
 def _is_followed(x: Tensor) -> bool:
-    """Whether a compiler, an exporter, a transform or a tensor subclass follows what is done with ``x``."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or forward_ad._current_level >= 0:
+    """Whether an exporter, a transform or a tensor subclass follows what is done with ``x``."""
+    if torch.compiler.is_compiling():  # which sees plain tensors as such, and calls the operators as they are
+        return torch.compiler.is_exporting()
+    if torch._C._get_tracing_state() or forward_ad._current_level >= 0:
         return True
     return type(x) not in (Tensor, nn.Parameter, FakeTensor) or torch._C._are_functorch_transforms_active()
 

@@ -123,22 +123,32 @@ def drop(x: Tensor, bits: Tensor, share: float) -> Tensor:
     Shape:
         x of n entries, bits ``(ceil(n / 8),)`` -> as x, in its dtype.
     """
-    return _Drop.apply(x, bits, share)
+    return _drop(x, bits, share)
 
 
-class _Drop(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bits: Tensor, share: float) -> Tensor:
-        ctx.share = share
-        ctx.save_for_backward(bits)
-        value = 1 / share if x.itemsize > 2 else 1.0
-        y = x * kept_factors(bits, x.numel(), value, x.dtype).view(x.shape)
-        return y if x.itemsize > 2 else y.mul_(1 / share)  # a factor in 16 bits would be rounded
+@torch.library.custom_op("hf_comera::drop", mutates_args=())
+def _drop(x: Tensor, bits: Tensor, share: float) -> Tensor:
+    value = 1 / share if x.itemsize > 2 else 1.0
+    y = x * kept_factors(bits, x.numel(), value, x.dtype).view(x.shape)
+    return y if x.itemsize > 2 else y.mul_(1 / share)  # a factor in 16 bits would be rounded
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (bits,) = ctx.saved_tensors
-        return drop(grads[0], bits, ctx.share), None, None
+
+@_drop.register_fake
+def _(x: Tensor, bits: Tensor, share: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, bits, ctx.share = inputs
+    ctx.save_for_backward(bits)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (bits,) = ctx.saved_tensors
+    return drop(grad, bits, ctx.share), None, None
+
+
+_drop.register_autograd(_backward, setup_context=_save)
 
 
 def _dropped_levels(dropout: float) -> int:

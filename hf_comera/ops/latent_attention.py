@@ -101,12 +101,12 @@ def _absorbing_pays(rows: int, rank: int, size: int, other_rank: int) -> bool:
     return rank * size * other_rank + rows * rank * other_rank <= rows * size * (rank + other_rank)
 
 
-# Shapes here: B = batch, T = tokens, S = tokens of key and value, H = heads, R = rank of a latent, n = sequences and
-# t = tokens of a chunk.
+# Shapes here: B = batch, T = tokens, S = tokens of key and value, H = heads, R = rank of a latent, n = sequences, t =
+# tokens and s = keys of a chunk.
 
 
-# Scores at a time: few enough for the cache that cores share; fewer cost more calls than they spare.
-_CHUNK_SCORES = 1 << 20
+# Scores at a time: few enough for the cache of a core; fewer cost more calls than they spare.
+_CHUNK_SCORES = 1 << 18
 
 
 def dropped_attention(
@@ -170,7 +170,7 @@ def _dropped_attention(
         value_BSR = value.to(shares.dtype)
         for chunk in shares.chunks():
             kept = shares.rows(chunk).mul_(shares.factors(chunk))
-            context[chunk] = (kept @ value_BSR[chunk[0]]).view(context[chunk].shape)
+            context[chunk] = (kept @ value_BSR[shares.keys(chunk)]).view(context[chunk].shape)
     if shares.dead is not None:
         context.masked_fill_(shares.dead, 0)
     return context
@@ -276,13 +276,19 @@ class _Shares:
             for start in range(0, tokens, num_tokens):
                 yield slice(sequence, sequence + 1), slice(start, min(tokens, start + num_tokens))
 
+    def keys(self, chunk: Chunk) -> Chunk:
+        """Sequences and keys that a chunk attends to: with ``is_causal`` none behind its last token."""
+        num_keys = self.key.shape[1]
+        return chunk[0], slice(0, min(num_keys, chunk[1].stop) if self.options.is_causal else num_keys)
+
     def flat(self, tensor_BTHR: Tensor, chunk: Chunk) -> Tensor:
         """A chunk of the query or of its like, ``(n, t * H, R)``, in the dtype of the scores."""
         return tensor_BTHR[chunk].flatten(1, 2).to(self.dtype)
 
     def rows(self, chunk: Chunk) -> Tensor:
-        """The softmax of a chunk's scores, ``(n, t * H, S)``."""
-        scores = self.flat(self.query, chunk) @ (self.key[chunk[0]] * self.options.scale).transpose(1, 2)
+        """The softmax of a chunk's scores, ``(n, t * H, s)``."""
+        key = self.key[self.keys(chunk)] * self.options.scale
+        scores = self.flat(self.query, chunk) @ key.transpose(1, 2)
         by_head = scores.unflatten(1, (-1, self.query.shape[2]))
         for bias in self.biases(chunk):
             by_head.add_(bias)
@@ -290,7 +296,9 @@ class _Shares:
 
     def factors(self, chunk: Chunk) -> Tensor:
         """The factors of dropout on the scores."""
-        return kept_factors(self.bits[chunk].flatten(1, 2), self.key.shape[1], 1 / self.options.share, self.dtype)
+        num_keys = self.keys(chunk)[1].stop
+        bits = self.bits[chunk][..., : -(-num_keys // 8)].flatten(1, 2)
+        return kept_factors(bits, num_keys, 1 / self.options.share, self.dtype)
 
     def whole(self) -> Chunk:
         """All in one chunk."""
@@ -298,12 +306,13 @@ class _Shares:
 
     def biases(self, chunk: Chunk) -> Iterator[Tensor]:
         """The biases of the scores of a chunk; rows in which none counts get zeros, so that they stay finite."""
+        keys = self.keys(chunk)[1]
         if self.mask is not None:
-            bias = _part(self.mask, chunk)
+            bias = _part(self.mask, chunk)[..., keys]
             bias = bias_of_mask(bias, self.dtype) if bias.dtype == torch.bool else bias.to(self.dtype)
             yield bias if self.dead is None else bias.masked_fill(_part(self.dead, chunk), 0)
         if self.options.is_causal:
-            counts = _triangle(self.query.shape[1], self.key.shape[1], chunk[1])
+            counts = _triangle(self.query.shape[1], keys.stop, chunk[1])
             counts = counts if self.dead is None else counts | _part(self.dead, chunk)
             yield bias_of_mask(counts, self.dtype)
 
@@ -331,13 +340,14 @@ def _gradients(shares: _Shares, value: Tensor, context: Tensor, grad: Tensor) ->
     query, key, value_BSR = shares.query, shares.key, value.to(shares.dtype)
     dquery, dkey, dvalue = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(key)
     for chunk in shares.chunks():
+        keys = shares.keys(chunk)
         rows, drows = shares.rows(chunk), shares.flat(grad, chunk)
         mean = (drows * shares.flat(context, chunk)).sum(-1, keepdim=True)
         kept = shares.factors(chunk).mul_(rows)
-        dvalue[chunk[0]].baddbmm_(kept.transpose(1, 2), drows)
-        dscores = (drows @ value_BSR[chunk[0]].transpose(1, 2)).mul_(kept).addcmul_(rows, mean, value=-1)
-        dquery[chunk] = (dscores @ key[chunk[0]]).mul_(shares.options.scale).view(dquery[chunk].shape)
-        dkey[chunk[0]].baddbmm_(dscores.transpose(1, 2), shares.flat(query, chunk))
+        dvalue[keys].baddbmm_(kept.transpose(1, 2), drows)
+        dscores = (drows @ value_BSR[keys].transpose(1, 2)).mul_(kept).addcmul_(rows, mean, value=-1)
+        dquery[chunk] = (dscores @ key[keys]).mul_(shares.options.scale).view(dquery[chunk].shape)
+        dkey[keys].baddbmm_(dscores.transpose(1, 2), shares.flat(query, chunk))
     return dquery, dkey.mul_(shares.options.scale).to(value.dtype), dvalue.to(value.dtype)
 
 
@@ -348,6 +358,7 @@ def _differentiable_gradients(shares: _Shares, tensors: Sequence[Tensor], grad: 
 
     def context_of(aliases: list[Any]) -> Tensor:
         query, key, value = (alias.to(shares.dtype) for alias in aliases)
+        key, value = key[shares.keys(chunk)], value[shares.keys(chunk)]
         scores = torch.einsum("bthr,bsr->bths", query * shares.options.scale, key)
         for bias in shares.biases(chunk):
             scores = scores + bias

@@ -86,13 +86,21 @@ def test_integers_are_refused_as_torch_does():
         FastDropout(0.5)(x)
 
 
-def test_compiled_it_is_torch():
-    x = torch.randn(5, 7)
-    compiled = torch.compile(FastDropout(0.3), fullgraph=True, backend="eager")
-    torch.manual_seed(0)
-    expected = nn.Dropout(0.3)(x)
-    torch.manual_seed(0)
-    assert torch.equal(compiled(x), expected)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_it_draws_the_same(dynamic):
+    module, found = FastDropout(0.3), []
+    for call in (module, torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)):
+        x = torch.linspace(1, 2, 35).view(5, 7).requires_grad_()
+        torch.manual_seed(0)
+        y = call(x)
+        y.square().sum().backward()
+        found.append((y, x.grad))
+    torch.testing.assert_close(*found)
+
+
+def test_exported_it_is_torch():
+    program = torch.export.export(FastDropout(0.3), (torch.randn(5, 7),))
+    assert not any("hf_comera" in str(node.target) for node in program.graph.nodes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

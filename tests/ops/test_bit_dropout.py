@@ -66,6 +66,11 @@ def test_other_layouts():
     assert torch.equal(drop(x, bits, 0.5), drop(x.contiguous(), bits, 0.5))
 
 
+def test_is_an_operator_of_torch():
+    x = torch.randn(4, 6, requires_grad=True)
+    torch.library.opcheck(torch.ops.hf_comera.drop.default, (x, draw_kept((x.numel(),), 0.5), 0.5))
+
+
 def test_saves_bits_only():
     x, saved = torch.randn(4, 64, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.nbytes) or tensor, lambda x: x):
