@@ -12,6 +12,7 @@ from hf_comera.compress import (
     rank_report,
     size_report,
 )
+from hf_comera.compress.prediction import predict_speed
 from hf_comera.hub.build import get_comera_model
 from hf_comera.hub.cards import write_model_card
 from hf_comera.hub.model import is_comera_model, merge_and_unload
@@ -67,6 +68,7 @@ __all__ = [
     "merge_and_unload",
     "plan",
     "print_trainable_parameters",
+    "predict_speed",
     "push_to_hub",
     "rank_report",
     "set_activation_policy",

@@ -30,6 +30,7 @@ PUBLIC = {
         "merge_and_unload",
         "plan",
         "print_trainable_parameters",
+        "predict_speed",
         "push_to_hub",
         "rank_report",
         "set_activation_policy",
