@@ -18,7 +18,14 @@ from transformers import PreTrainedModel
 from hf_comera.compress.size import SizeReport, size_report
 from hf_comera.hub.model import TAGS, is_comera_model
 
-__all__ = ["check_repo_id", "require_compressed", "with_own_part", "write_model_card"]
+__all__ = [
+    "adopt_own_part",
+    "check_repo_id",
+    "has_own_part",
+    "require_compressed",
+    "with_own_part",
+    "write_model_card",
+]
 
 # Last part of a model's class name -> the Auto class that loads it and its task on the Hub, where that is certain.
 TASKS = {
@@ -40,6 +47,8 @@ KIND_NAMES = {
 METRIC_FIELDS = ("name", "value", "measured_on")
 OWN_PART = re.compile(r"<!-- hf_comera:begin.*?<!-- hf_comera:end -->", re.DOTALL)
 OWN_COMMENT = "<!-- hf_comera:"
+LOCAL, LOCAL_COMMENT = ".", "  # the folder of this card"
+"""What a card in a folder of this machine says to load, and the comment behind it."""
 
 
 def write_model_card(
@@ -110,6 +119,27 @@ def with_own_part(text: str, model: PreTrainedModel, folder: Path) -> str:
     fields = unknown | _loading_fields(model, folder, None) | _measured_fields(model)
     fresh = _new_card(ModelCardData(tags=TAGS), fields)
     return str(_merge(ModelCard(text), fresh, folder / "README.md"))
+
+
+def has_own_part(path: Path) -> bool:
+    """Whether the card at ``path`` has a part that hf_comera wrote."""
+    return OWN_PART.search(path.read_text(encoding="utf-8")) is not None
+
+
+def adopt_own_part(path: Path, source: Path, repo_id: str) -> Path:
+    """Write to ``path`` the card at ``source`` as it is to be on the Hub, where it loads from ``repo_id``.
+
+    Of a card that is at ``path`` already the text outside hf_comera's part is kept.
+
+    Raises:
+        ValueError: If a card cannot be read, or has hf_comera's comments more than once.
+    """
+    fresh = _read(source)
+    for comment in (LOCAL_COMMENT, ""):
+        fresh.text = fresh.text.replace(f'from_pretrained("{LOCAL}"){comment}', f'from_pretrained("{repo_id}")')
+    card = _merge(_read(path), fresh, path) if path.exists() else fresh
+    card.save(path)
+    return path
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -198,8 +228,8 @@ def _loading_fields(model: PreTrainedModel, folder: Path, repo_id: str | None) -
         "auto_class": auto_class,
         "imports": f"{auto_class}, AutoTokenizer" if has_tokenizer else auto_class,
         "has_tokenizer": has_tokenizer,
-        "load_from": repo_id or ".",
-        "load_comment": "" if repo_id else "  # the folder of this card",
+        "load_from": repo_id or LOCAL,
+        "load_comment": "" if repo_id else LOCAL_COMMENT,
         "save_id": _save_id(folder),
     }
 
