@@ -12,9 +12,13 @@ from hf_comera.compress import (
     rank_report,
     size_report,
 )
+from hf_comera.compress.prediction import predict_speed
 from hf_comera.hub.build import get_comera_model
-from hf_comera.hub.cards import extend_trainer_cards, push_to_hub, write_model_card
+from hf_comera.hub.cards import extend_trainer_cards, write_model_card
+from hf_comera.hub.export import export_onnx
+from hf_comera.hub.inspection import inspect_checkpoint
 from hf_comera.hub.model import is_comera_model, merge_and_unload
+from hf_comera.hub.push import push_folder, push_to_hub
 from hf_comera.hub.quantizer import register
 from hf_comera.memory import (
     ActivationPolicy,
@@ -59,12 +63,16 @@ __all__ = [
     "comera_param_groups",
     "estimate_memory",
     "explain",
+    "export_onnx",
     "fold_rank_gates",
     "get_comera_model",
+    "inspect_checkpoint",
     "is_comera_model",
     "merge_and_unload",
     "plan",
+    "predict_speed",
     "print_trainable_parameters",
+    "push_folder",
     "push_to_hub",
     "rank_report",
     "set_activation_policy",

@@ -149,7 +149,7 @@ def test_tests_mirror_the_sources():
     }
     for top, mirror in mirrors.items():
         for folder in [path for path in (ROOT / top).rglob("*") if path.is_dir() and path.name != "__pycache__"]:
-            sources = {path.stem for path in folder.glob("*.py")}
+            sources = {folder.name, *(path.stem for path in folder.glob("*.py"))}
             for test in (mirror / folder.relative_to(ROOT / top)).glob("test_*.py"):
                 name = test.stem.removeprefix("test_") + "_"
                 assert any(name.startswith(f"{source}_") for source in sources), (

@@ -258,7 +258,8 @@ def _recorded_layers(model: nn.Module, recorded: dict[str, dict[str, Any]]) -> l
             f"None of the compressed layers of this checkpoint ({', '.join(list(recorded)[:3])}, ...) exists in "
             f"{type(model).__name__}. Load it with the class that saved it."
         )
-    return layers
+    places = {name: place for place, name in enumerate(modules)}
+    return sorted(layers, key=lambda layer: places[layer.name])  # config.json has them by the alphabet
 
 
 def _recorded_layer(name: str, module: nn.Module, entry: dict[str, Any]) -> LayerPlan:

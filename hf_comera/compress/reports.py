@@ -143,6 +143,8 @@ class RankReport:
     def plot(self, path: str | Path) -> Path:
         """Draw the heat maps layer x bond before and after, and the size over the steps, into a picture.
 
+        Where no rank has changed there is one heat map.
+
         Args:
             path: Where to write it; the ending decides the format.
 
@@ -162,18 +164,23 @@ class RankReport:
                 "The model has no layer in tensor-train form to draw. Make one with "
                 "get_comera_model(model, ComeraConfig(rank=30))."
             )
-        curve = len(self.steps) > 1
+        maps = (
+            {"ranks": self.after}
+            if self.before == self.after
+            else {"ranks before": self.before, "ranks after": self.after}
+        )
+        widths = (1,) * len(maps) + ((1.2,) if len(self.steps) > 1 else ())
         height = max(3.0, 0.22 * len(self.after) + 1.2)
-        figure = Figure(figsize=(13 if curve else 9, height), layout="constrained")
-        axes = figure.subplots(1, 3 if curve else 2, width_ratios=(1, 1, 1.2) if curve else (1, 1), squeeze=False)[0]
+        figure = Figure(figsize=(1 + 4 * sum(widths), height), layout="constrained")
+        axes = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
         highest = max((rank for ranks in self.before.values() for rank in ranks), default=1)
-        for axis, title, ranks in ((axes[0], "ranks before", self.before), (axes[1], "ranks after", self.after)):
+        for axis, (title, ranks) in zip(axes, maps.items(), strict=False):
             image = _heat_map(axis, title, ranks, highest, named=axis is axes[0])
-        figure.colorbar(image, ax=axes[:2].tolist(), shrink=0.8, label="rank")
-        if curve:
-            axes[2].plot(self.steps, self.sizes, drawstyle="steps-post")
-            axes[2].set(title="size", xlabel="step", ylabel="parameters", ylim=(0, None))
-            axes[2].grid(alpha=0.3)
+        figure.colorbar(image, ax=axes[: len(maps)].tolist(), shrink=0.8, label="rank")
+        if len(self.steps) > 1:
+            axes[-1].plot(self.steps, self.sizes, drawstyle="steps-post")
+            axes[-1].set(title="size", xlabel="step", ylabel="parameters", ylim=(0, None))
+            axes[-1].grid(alpha=0.3)
         figure.savefig(path, dpi=120)
         return Path(path)
 

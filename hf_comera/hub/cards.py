@@ -13,29 +13,25 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
-from huggingface_hub import CommitInfo, HfApi, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import (
-    EntryNotFoundError,
     HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
 )
 from huggingface_hub.utils import validate_repo_id
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel
 from transformers.modelcard import TrainingSummary
 
 from hf_comera.compress.reports import SizeReport, size_report
 from hf_comera.hub.model import TAGS, is_comera_model
 
 __all__ = [
+    "adopt_own_part",
     "check_repo_id",
     "extend_trainer_cards",
-    "push_to_hub",
+    "has_own_part",
     "require_compressed",
     "with_own_part",
     "write_model_card",
@@ -61,6 +57,8 @@ KIND_NAMES = {
 METRIC_FIELDS = ("name", "value", "measured_on")
 OWN_PART = re.compile(r"<!-- hf_comera:begin.*?<!-- hf_comera:end -->", re.DOTALL)
 OWN_COMMENT = "<!-- hf_comera:"
+LOCAL, LOCAL_COMMENT = ".", "  # the folder of this card"
+"""What a card in a folder of this machine says to load, and the comment behind it."""
 
 
 def write_model_card(
@@ -131,6 +129,27 @@ def with_own_part(text: str, model: PreTrainedModel, folder: Path) -> str:
     fields = unknown | _loading_fields(model, folder, None) | _measured_fields(model)
     fresh = _new_card(ModelCardData(tags=TAGS), fields)
     return str(_merge(ModelCard(text), fresh, folder / "README.md"))
+
+
+def has_own_part(path: Path) -> bool:
+    """Whether the card at ``path`` has a part that hf_comera wrote."""
+    return OWN_PART.search(path.read_text(encoding="utf-8")) is not None
+
+
+def adopt_own_part(path: Path, source: Path, repo_id: str) -> Path:
+    """Write to ``path`` the card at ``source`` as it is to be on the Hub, where it loads from ``repo_id``.
+
+    Of a card that is at ``path`` already the text outside hf_comera's part is kept.
+
+    Raises:
+        ValueError: If a card cannot be read, or has hf_comera's comments more than once.
+    """
+    fresh = _read(source)
+    for comment in (LOCAL_COMMENT, ""):
+        fresh.text = fresh.text.replace(f'from_pretrained("{LOCAL}"){comment}', f'from_pretrained("{repo_id}")')
+    card = _merge(_read(path), fresh, path) if path.exists() else fresh
+    card.save(path)
+    return path
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -219,8 +238,8 @@ def _loading_fields(model: PreTrainedModel, folder: Path, repo_id: str | None) -
         "auto_class": auto_class,
         "imports": f"{auto_class}, AutoTokenizer" if has_tokenizer else auto_class,
         "has_tokenizer": has_tokenizer,
-        "load_from": repo_id or ".",
-        "load_comment": "" if repo_id else "  # the folder of this card",
+        "load_from": repo_id or LOCAL,
+        "load_comment": "" if repo_id else LOCAL_COMMENT,
         "save_id": _save_id(folder),
     }
 
@@ -305,78 +324,3 @@ def extend_trainer_cards() -> None:
         return summary
 
     TrainingSummary.from_trainer = classmethod(from_trainer)
-
-
-def push_to_hub(
-    model: PreTrainedModel,
-    repo_id: str,
-    *,
-    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-    commit_message: str | None = None,
-    private: bool | None = None,
-    token: str | bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    **card_fields: Any,
-) -> CommitInfo:
-    """Save ``model``, ``tokenizer`` and a model card to the Hub repository ``repo_id``, made if it is not there.
-
-    Everything is written to a temporary folder first, so a setting that is refused leaves the Hub as it was. The text
-    that a card on the Hub has outside hf_comera's part is kept.
-
-    Args:
-        model: A compressed model.
-        repo_id: ``"user/name"``, or ``"name"`` for the account of ``token``.
-        tokenizer: Tokenizer or processor to store beside the model.
-        commit_message: Title of the commit.
-        private: Whether a new repository is private. None: the account's default.
-        token: Access token. None: the one that ``hf auth login`` stored.
-        revision: Branch to write to, made if it is not there. None: ``main``.
-        create_pr: Open a pull request instead of writing to the branch.
-        **card_fields: ``base_model``, ``training_data``, ``metrics``, ``license``, ``language`` and
-            ``training_command`` of :func:`hf_comera.write_model_card`.
-
-    Returns:
-        The commit; ``.commit_url`` shows it.
-
-    Raises:
-        ValueError: If the model is not compressed, ``repo_id`` is no name of a repository, or the card cannot be
-            written from ``card_fields``.
-    """
-    require_compressed(model)
-    check_repo_id(repo_id)
-    api = HfApi(token=token)
-    if "/" not in repo_id:
-        repo_id = f"{api.whoami()['name']}/{repo_id}"
-    with TemporaryDirectory() as directory:
-        folder = Path(directory)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        _fetch_card(api, repo_id, revision, folder)
-        model.save_pretrained(folder)
-        write_model_card(model, folder, repo_id=repo_id, **card_fields)  # names the id of the save
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        if revision is not None and not revision.startswith("refs/"):
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        return api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            commit_message=commit_message or "Upload tensor-train model with hf_comera",
-            revision=revision,
-            create_pr=create_pr,
-        )
-
-
-def _fetch_card(api: HfApi, repo_id: str, revision: str | None, folder: Path) -> None:
-    """Bring the card that the new one has to keep the text of into ``folder``; there may be none.
-
-    A branch that is not there yet will start from ``main``, and so does its card.
-    """
-    try:
-        api.hf_hub_download(repo_id, "README.md", revision=revision, local_dir=folder)
-    except RevisionNotFoundError:
-        _fetch_card(api, repo_id, None, folder)
-    except LocalEntryNotFoundError:  # says that the Hub could not be reached, not that there is no card
-        raise
-    except (EntryNotFoundError, RepositoryNotFoundError):
-        return

@@ -278,6 +278,7 @@ def atomic_save(save: Callable[..., Any], directory: str | os.PathLike[str], opt
         )
     if options.get("push_to_hub"):
         save = _with_repo_id(save, target, options)
+    is_new = not target.exists()
     try:
         target.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=target))
@@ -286,7 +287,10 @@ def atomic_save(save: Callable[..., Any], directory: str | os.PathLike[str], opt
             _move_in(temporary, target, options.get("variant"))
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    except Exception as error:
+    except BaseException as error:
+        if is_new:
+            with contextlib.suppress(OSError):  # not empty: another process of the run saves there
+                target.rmdir()
         refusal = disk_refusal(error)
         if refusal is None:
             raise

@@ -28,7 +28,15 @@ from hf_comera.modules.tt_linear import TTLinear
 from hf_comera.ops.cuda.dispatch import kernels_serve
 from hf_comera.ops.precision import chain_dtype
 
-__all__ = ["MemoryEstimate", "PolicyMemory", "activation_bytes_by_megatron", "estimate_memory", "example_batch"]
+__all__ = [
+    "FakeStep",
+    "MemoryEstimate",
+    "PolicyMemory",
+    "activation_bytes_by_megatron",
+    "estimate_memory",
+    "example_batch",
+    "example_inputs",
+]
 
 _ONE_LABEL_A_ROW = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 
@@ -97,7 +105,8 @@ def estimate_memory(
     allocator rounds up, nor the libraries themselves.
 
     Args:
-        model: Any model of Transformers with a loss, dense or compressed, on the device that it will train on.
+        model: Any model of Transformers with a loss, dense or compressed, on the device that it will train on; one
+            on the meta device is taken to train on the CPU.
         batch_size: Rows of the batch.
         seq_len: Tokens a row.
         optimizer: An optimizer of the model; it is not stepped. Default: torch's AdamW.
@@ -117,7 +126,7 @@ def estimate_memory(
         chosen = {"now": present, **chosen}
     batch = dict(inputs) if inputs is not None else example_batch(model, batch_size, seq_len)
     mode = FakeTensorMode()
-    step = _FakeStep(model, optimizer or torch.optim.AdamW(model.parameters()), mode, batch, autocast)
+    step = FakeStep(model, optimizer or torch.optim.AdamW(model.parameters()), mode, batch, autocast)
     try:
         with mode:
             gradients = step.warm_up()
@@ -169,6 +178,24 @@ def example_batch(model: PreTrainedModel, batch_size: int, seq_len: int) -> dict
         ValueError: If a size is not positive or more than the model takes, the model takes neither tokens nor
             pixels, or no labels.
     """
+    batch = example_inputs(model, batch_size, seq_len)
+    if "labels" not in inspect.signature(type(model).forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__} takes no labels, so it has no loss. Take a class with a head, such as "
+            "AutoModelForMaskedLM, or pass a batch from which the model computes a loss: "
+            "estimate_memory(model, inputs={...})."
+        )
+    one_a_row = type(model).__name__.endswith(_ONE_LABEL_A_ROW)
+    batch["labels"] = torch.zeros((batch_size,) if one_a_row else (batch_size, seq_len), dtype=torch.long)
+    return batch
+
+
+def example_inputs(model: PreTrainedModel, batch_size: int, seq_len: int) -> dict[str, Tensor]:
+    """Zeros for the inputs of ``model``, without labels.
+
+    Raises:
+        ValueError: If a size is not positive or more than the model takes, or it takes neither tokens nor pixels.
+    """
     for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name}={size!r} is not a positive integer. Use at least 1.")
@@ -177,26 +204,20 @@ def example_batch(model: PreTrainedModel, batch_size: int, seq_len: int) -> dict
         raise ValueError(
             f"seq_len={seq_len} is more than the {longest} positions of this {type(model).__name__}. Use at most that."
         )
-    rows = (batch_size, seq_len)
-    takes = inspect.signature(type(model).forward).parameters
-    if "labels" not in takes or model.main_input_name not in ("input_ids", "pixel_values"):
-        raise ValueError(
-            f"{type(model).__name__} takes {model.main_input_name!r}"
-            f"{'' if 'labels' in takes else ' and no labels'}, and it is not known what a batch of it looks like. "
-            "Pass one: estimate_memory(model, inputs={...}) with tensors from which it computes a loss."
-        )
-    batch = {"input_ids": torch.zeros(rows, dtype=torch.long)}
     if model.main_input_name == "pixel_values":
         side = model.config.image_size
         sides = (side, side) if isinstance(side, int) else tuple(side)
-        batch = {"pixel_values": torch.zeros(batch_size, getattr(model.config, "num_channels", 3), *sides)}
-    one_a_row = type(model).__name__.endswith(_ONE_LABEL_A_ROW)
-    batch["labels"] = torch.zeros(rows[:1] if one_a_row else rows, dtype=torch.long)
-    return batch
+        return {"pixel_values": torch.zeros(batch_size, getattr(model.config, "num_channels", 3), *sides)}
+    if model.main_input_name != "input_ids":
+        raise ValueError(
+            f"{type(model).__name__} takes {model.main_input_name!r}, and it is not known what a batch of it looks "
+            "like. Pass one: estimate_memory(model, inputs={...}) with tensors from which it computes a loss."
+        )
+    return {"input_ids": torch.zeros(batch_size, seq_len, dtype=torch.long)}
 
 
-class _FakeStep:
-    """Training steps of a fake copy."""
+class FakeStep:
+    """Training steps of a fake copy; that of a model on the meta device is on the CPU."""
 
     def __init__(
         self,
@@ -206,7 +227,7 @@ class _FakeStep:
         batch: dict[str, Any],
         autocast: torch.dtype | None,
     ) -> None:
-        device = next(model.parameters()).device
+        device = _device_of(next(model.parameters()))
         self.model, self.optimizer = _fake_copy(model, optimizer, mode)
         self.model.train()
         tensors = {name: item for name, item in batch.items() if isinstance(item, Tensor)}
@@ -244,11 +265,15 @@ class _FakeStep:
         with SavedBytes() as live:
             loss = self.loss()
             saved = live.now
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.update(loss)
         activations, peak = (found + self.core_copies for found in (saved, live.peak))
         return PolicyMemory(activations=activations, peak=self.weights + self.optimizer_bytes() + peak)
+
+    def update(self, loss: Tensor) -> None:
+        """What follows the forward pass."""
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer's state."""
@@ -301,10 +326,19 @@ def _fake_copy(
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    fake = mode.from_tensor(tensor.detach(), static_shapes=True)
+    if tensor.is_meta:
+        with mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_device_of(tensor))
+    else:
+        fake = mode.from_tensor(tensor.detach(), static_shapes=True)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake
+
+
+def _device_of(tensor: Tensor) -> torch.device:
+    """Where a step with ``tensor`` would be carried out."""
+    return torch.device("cpu") if tensor.is_meta else tensor.device
 
 
 def _draw(estimate: MemoryEstimate, path: Path) -> Path:

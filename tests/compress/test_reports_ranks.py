@@ -116,6 +116,18 @@ def test_pictures_name_every_layer_and_rank(tmp_path):
         assert label in text
 
 
+def test_ranks_that_did_not_change_are_drawn_once(tmp_path):
+    pytest.importorskip("matplotlib")
+    from matplotlib import rc_context
+
+    ranks = {"a.query": (3, 11)}
+    with rc_context({"svg.fonttype": "none"}):
+        report = RankReport(before=ranks, after=ranks, parameters=1, dense_parameters=1)
+        text = report.plot(tmp_path / "ranks.svg").read_text()
+    assert (text.count(">11<"), text.count(">a.query<")) == (1, 1)
+    assert "before" not in text
+
+
 def test_pictures_of_removed_models_and_of_many_layers(tmp_path):
     pytest.importorskip("matplotlib")
     for ranks in ({"only": (0, 0, 0)}, {"one_core": ()}, {f"layer.{number}": (number, 3) for number in range(70)}):

@@ -30,6 +30,17 @@ def test_a_failing_save_changes_nothing(tmp_path):
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"model.safetensors": "old"}
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failing_save_leaves_no_new_folder(error, tmp_path):
+    def save(folder):
+        (folder / "model.safetensors").write_text("half")
+        raise error
+
+    with pytest.raises(error):
+        atomic_save(save, tmp_path / "new", {})
+    assert not list(tmp_path.iterdir())
+
+
 def test_stale_shards_go_and_other_files_stay(tmp_path):
     model = get_comera_model(ARCHITECTURES["gpt2"].new_model(), ComeraConfig(rank=4))
     (tmp_path / "tokenizer.json").write_text("mine")

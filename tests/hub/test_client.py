@@ -1,6 +1,5 @@
 """hf_comera/hub/client.py, autoload/: programs that never import hf_comera load compressed models."""
 
-import json
 import os
 import subprocess
 import sys
@@ -35,12 +34,6 @@ sys.meta_path.insert(0, Hide())
 PARENT = """
 import subprocess, sys
 sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))
-"""
-
-REPORT = """
-import json, os, sys
-print(json.dumps([sys.argv[1:], os.environ["PYTHONPATH"].split(os.pathsep)[0]]))
-sys.exit(7)
 """
 
 
@@ -104,17 +97,3 @@ def test_clients_are_found_beside_python_on_the_path_and_as_files(tmp_path, monk
     assert find_client("train.py") == [sys.executable, "train.py"]
     with pytest.raises(ValueError, match=r"'nothing' is no program beside .* hf-comera run lm_eval"):
         find_client("nothing")
-
-
-def test_the_command_line_hands_everything_on(tmp_path):
-    (tmp_path / "client.py").write_text(REPORT)
-    arguments = ["client.py", "--help", "-x", "a b", "--", "run"]
-    environment = {**os.environ, "PYTHONPATH": ROOT}
-    for client, code in (arguments, 7), (["nothing"], 2):
-        command = [sys.executable, "-m", "hf_comera", "run", *client]
-        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-        assert result.returncode == code, result.stderr
-        if code == 7:
-            assert json.loads(result.stdout) == [arguments[1:], str(AUTOLOAD)]
-        else:
-            assert "Nothing to run: 'nothing'" in result.stderr

@@ -178,6 +178,18 @@ def test_autocast_makes_activations_smaller():
     assert half < 0.9 * exact
 
 
+@pytest.mark.parametrize("compressed", [False, True], ids=["dense", "compressed"])
+def test_a_model_on_the_meta_device_is_estimated_as_on_the_cpu(compressed):
+    config = BertConfig(**SMALL, vocab_size=2000)
+    with torch.device("meta"):
+        model = BertForSequenceClassification(config)
+        if compressed:
+            model = get_comera_model(BertForSequenceClassification, ComeraConfig(rank=8), config=config)
+    sizes = {"batch_size": 2, "seq_len": 16, "policies": ["rank"]}
+    live = small_bert(rank=8) if compressed else small_bert()
+    assert estimate_memory(model, **sizes) == estimate_memory(live, **sizes)
+
+
 def test_models_whose_batch_is_not_known_need_one():
     tiny = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = CLIPModel(CLIPConfig(text_config=tiny, vision_config=tiny))

@@ -1,4 +1,4 @@
-"""hub/cards.py: what is pushed, by us or by Transformers, loads by repository id, and only with hf_comera."""
+"""hub/push.py: what is pushed, by us or by Transformers, loads by repository id, and only with hf_comera."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
-from hf_comera import ComeraConfig, get_comera_model, push_to_hub
+from hf_comera import ComeraConfig, get_comera_model, push_folder, push_to_hub
 from tests.hub.fake_hub import FakeHub
 
 BERT = {
@@ -45,6 +45,32 @@ model.push_to_hub("me/by-transformers")
 card = ModelCard.load("me/by-hf-comera").content + "Written by hand."
 HfApi().upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id="me/by-hf-comera")
 hf_comera.push_to_hub(model, "me/by-hf-comera", license="apache-2.0", revision="next")
+"""
+
+PUSH_FOLDERS = """
+import json
+import sys
+from pathlib import Path
+from huggingface_hub import HfApi, ModelCard
+from transformers import AutoModelForMaskedLM, BertConfig
+import hf_comera
+
+config = BertConfig(**json.loads(sys.argv[2]))
+model = hf_comera.get_comera_model(AutoModelForMaskedLM, hf_comera.ComeraConfig(rank=4), config=config)
+with_card, without = Path(sys.argv[1], "with-card"), Path(sys.argv[1], "without")
+for folder in (with_card, without):
+    model.save_pretrained(folder)
+    (folder / "optimizer.pt").write_text("not part of the model")
+metric = {"name": "held-out loss", "value": 3.25, "measured_on": "5 % of the functions"}
+hf_comera.write_model_card(model, with_card, metrics=[metric], license="mit")
+before = {path: path.read_bytes() for folder in (with_card, without) for path in folder.iterdir()}
+
+hf_comera.push_folder(with_card, "with-card", private=True)
+card = ModelCard.load("me/with-card").content + "Written by hand."
+HfApi().upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id="me/with-card")
+hf_comera.push_folder(with_card, "me/with-card", revision="next")
+hf_comera.push_folder(without, "me/without", commit_message="First")
+assert before == {path: path.read_bytes() for folder in (with_card, without) for path in folder.iterdir()}
 """
 
 LOAD = """
@@ -140,3 +166,39 @@ def test_an_unreachable_hub_is_an_error_and_not_an_empty_card():
     model = get_comera_model(AutoModelForMaskedLM, ComeraConfig(rank=4), config=BertConfig(**BERT))
     with pytest.raises(LocalEntryNotFoundError):
         push_to_hub(model, "me/by-hf-comera")
+
+
+@pytest.fixture(scope="module")
+def pushed_folders(hub, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("folders")
+    environment = os.environ | hub.environment(cache=str(folder / "cache"))
+    run_program(PUSH_FOLDERS, str(folder), json.dumps(BERT), environment=environment)
+    return hub.repositories
+
+
+def test_a_folder_is_pushed_with_its_card_and_nothing_else(pushed_folders):
+    repository = pushed_folders["me/with-card"]
+    assert repository.private
+    assert set(repository.files()) == {"README.md", "config.json", "model.safetensors"}
+    card = ModelCard(repository.files("next")["README.md"].decode())
+    assert "3.25" in card.text
+    assert card.data.license == "mit"
+    assert 'AutoModelForMaskedLM.from_pretrained("me/with-card")\n' in card.text
+    assert card.text.endswith("Written by hand.")
+
+
+def test_a_folder_without_a_card_gets_one_of_measured_sizes(pushed_folders):
+    card = ModelCard(pushed_folders["me/without"].files()["README.md"].decode())
+    assert 'AutoModelForMaskedLM.from_pretrained("me/without")' in card.text
+    assert "| `bert.encoder.layer.0.attention.self.query` | linear layer |" in card.text
+
+
+@pytest.mark.parametrize("compressed", [False, True], ids=["dense", "two saves"])
+def test_a_folder_that_is_no_model_of_ours_is_refused_before_the_hub_is_asked(compressed, tmp_path):
+    model = BertForMaskedLM(BertConfig(**BERT))
+    model.save_pretrained(tmp_path)
+    if compressed:
+        get_comera_model(model, ComeraConfig(rank=4)).save_pretrained(tmp_path / "other")
+        (tmp_path / "other" / "config.json").replace(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="different saves" if compressed else "is dense"):
+        push_folder(tmp_path, "me/dense")

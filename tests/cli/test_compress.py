@@ -1,0 +1,80 @@
+"""hf_comera/cli/compress.py: a dense folder becomes a compressed one with its tokenizer, or nothing changes."""
+
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from hf_comera import ComeraConfig, get_comera_model, is_comera_model
+from hf_comera.hub.source import ModelSource
+
+
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def test_writes_what_get_comera_model_makes(checkpoints, tmp_path, call):
+    answer = call("compress", checkpoints / "dense", tmp_path / "out", "--rank", "4")
+    assert answer.code == 0, answer.error
+    found = AutoModelForMaskedLM.from_pretrained(tmp_path / "out").eval()
+    dense = AutoModelForMaskedLM.from_pretrained(checkpoints / "dense").eval()
+    expected = get_comera_model(dense, ComeraConfig(rank=4))
+    assert is_comera_model(found)
+    ids = torch.arange(18).view(2, 9)
+    torch.testing.assert_close(found(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").mask_token == "w1"
+    assert names(tmp_path) == {"out"}
+
+
+def test_prints_errors_and_what_to_do_about_them(checkpoints, tmp_path, call):
+    answer = call("compress", checkpoints / "dense", tmp_path / "out", "--rank", "4", "--target", "query")
+    (row,) = [line.split() for line in answer.out.splitlines() if "self.query" in line]
+    assert 0.5 < float(row[-1].partition("..")[0]) < 1
+    (note,) = [line for line in answer.said.split("Note: ") if "plain TT-SVD" in line]
+    assert "needs training afterwards" in note
+    found = call("compress", checkpoints / "dense", tmp_path / "out", "--rank", "4", "--overwrite", "--json").json()
+    assert all(0 < layer["error"] < 1 for layer in found["layers"])
+
+
+def test_a_folder_that_is_not_empty_needs_overwrite(checkpoints, tmp_path, call):
+    (tmp_path / "notes.txt").write_text("mine")
+    answer = call("compress", checkpoints / "dense", tmp_path, "--rank", "4")
+    assert answer.code == 2
+    assert "is not empty (notes.txt). Give a new folder, or add --overwrite" in answer.said
+    assert names(tmp_path) == {"notes.txt"}
+    assert call("compress", checkpoints / "dense", tmp_path, "--rank", "4", "--overwrite").code == 0
+    assert {"notes.txt", "config.json", "model.safetensors"} <= names(tmp_path)
+
+
+def test_the_source_is_never_written_over(checkpoints, tmp_path, call):
+    shutil.copytree(checkpoints / "dense", tmp_path / "model")
+    answer = call("compress", tmp_path / "model", tmp_path / "model", "--overwrite")
+    assert answer.code == 2
+    assert "is the folder that is read" in answer.said
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("dens", "Did you mean"),
+        ("compressed", "is compressed already. See its layers: hf-comera inspect"),
+        ("dense/config.json", "is a config, and weights are needed. Give the folder of a checkpoint"),
+    ],
+)
+def test_what_cannot_be_compressed(source, words, checkpoints, tmp_path, call):
+    answer = call("compress", checkpoints / source, tmp_path / "out")
+    assert (answer.code, answer.out) == (2, "")
+    assert words in answer.said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_save_that_fails_leaves_nothing(checkpoints, tmp_path, call, monkeypatch):
+    def fail(self, folder):
+        raise OSError(28, "No space left on device", str(folder))
+
+    monkeypatch.setattr(ModelSource, "copy_tokenizer", fail)
+    answer = call("compress", checkpoints / "dense", tmp_path / "out", "--rank", "4")
+    assert answer.code == 1
+    assert "The model could not be saved" in answer.said
+    assert not list(tmp_path.iterdir())
