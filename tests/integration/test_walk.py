@@ -1,4 +1,4 @@
-"""How far an input walks inside hf_comera before it is multiplied: few functions of few files get it."""
+"""How far an input walks inside hf_comera before it is multiplied: few calls in few files get it."""
 
 import sys
 from pathlib import Path
@@ -13,18 +13,18 @@ from hf_comera.modules.block import Block
 from tests.fused_models import blocks_that_run, inputs_of, model_of, unfused
 
 PACKAGE = Path(hf_comera.__file__).parent
-MAX_FUNCTIONS, MAX_FILES = 12, 6
+MAX_STAYS, MAX_FILES = 12, 6
 
 
 class Walks:
-    """Lists the functions that get the input of a block, or of a layer outside of blocks, or give it back.
+    """Lists the calls that get the input of a block, or of a layer outside of blocks, or give it back.
 
     Attributes:
-        found: For each walk ``file: function``, in the order in which the input comes there first.
+        found: For each walk the stays of the input: ``file: function`` of one call after the other.
     """
 
     def __init__(self):
-        self.found, self._start, self._memory = [], None, None
+        self.found, self._start, self._memory, self._counted = [], None, None, set()
 
     def __enter__(self):
         sys.setprofile(self._watch)
@@ -41,14 +41,14 @@ class Walks:
         if event == "call" and self._start is None and len(values) > 1 and isinstance(values[0], Block | TTLinear):
             if not isinstance(values[1], Tensor):
                 return
-            self._start, self._memory = frame, memory_of(values[1])
+            self._start, self._memory, self._counted = frame, memory_of(values[1]), set()
             self.found.append([])
         if self._start is None:
             return
-        place = f"{path.relative_to(PACKAGE)}: {frame.f_code.co_name}"
         tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-        if place not in self.found[-1] and any(memory_of(tensor) == self._memory for tensor in tensors):
-            self.found[-1].append(place)
+        if frame not in self._counted and any(memory_of(tensor) == self._memory for tensor in tensors):
+            self._counted.add(frame)
+            self.found[-1].append(f"{path.relative_to(PACKAGE)}: {frame.f_code.co_name}")
         if event == "return" and frame is self._start:
             self._start = None
 
@@ -68,6 +68,6 @@ def test_an_input_takes_few_stays_in_few_files(name, form, dropout):
     with Walks() as walks:
         model(**inputs)
     assert len(walks.found) >= 4, "two blocks of two layers"
-    for places in walks.found:
-        assert len(places) <= MAX_FUNCTIONS, places
-        assert len({place.partition(":")[0] for place in places}) <= MAX_FILES, places
+    for stays in walks.found:
+        assert len(stays) <= MAX_STAYS, stays
+        assert len({stay.partition(":")[0] for stay in stays}) <= MAX_FILES, stays
