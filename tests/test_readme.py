@@ -32,7 +32,6 @@ def test_every_python_fence_is_run_or_marked(page):
     assert set(infos) <= {RUN, DO_NOT_RUN}, f"a Python fence is {RUN!r} or {DO_NOT_RUN!r}, found {sorted(set(infos))}"
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # pages are for GPUs too
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_snippets_run_as_printed(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
