@@ -66,7 +66,9 @@ def export_onnx(model: PreTrainedModel, path: str | os.PathLike[str]) -> OnnxExp
         inputs = _inputs(model, *EXPORTED)
         sizes = {name: {0: Dim.DYNAMIC, **({1: Dim.DYNAMIC} if x.ndim == 2 else {})} for name, x in inputs.items()}
         try:
-            torch.onnx.export(model, (), path, kwargs=inputs, dynamic_shapes=sizes, dynamo=True, verbose=False)
+            names = [name for name, value in model(**inputs).items() if isinstance(value, Tensor)]
+            options: dict[str, Any] = {"kwargs": inputs, "dynamic_shapes": sizes, "output_names": names}
+            torch.onnx.export(model, (), path, dynamo=True, verbose=False, **options)
         except RuntimeError as error:  # all errors of the exporter are
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(
