@@ -22,13 +22,13 @@ __all__ = ["app"]
 app = typer.Typer(
     name="hf-comera",
     cls=Commands,
-    help="Train Hugging Face models in tensor-train form. Start with [bold]plan MODEL[/bold], what becomes what, or "
-    "with [bold]doctor[/bold], what this machine can do. Every command has --help with examples.",
+    help="Train Hugging Face models in tensor-train form. Start with **plan MODEL**, what becomes what, or "
+    "with **doctor**, what this machine can do. Every command has --help with examples.",
     epilog="Training itself is Python: three lines in your own script, see the README. A model is a folder, a "
     "config.json or a name on the Hub; local ones need no network.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
 )
 

@@ -111,13 +111,11 @@ def _predicted(
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
 
 
 def _memory_table(memory: dict[str, MemoryEstimate], batch: str) -> Table:
-    table = Table(
-        title=f"Memory of a training step, predicted, {batch}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
-    )
+    table = _table(f"Memory of a training step, predicted, {batch}")
     for heading in ("model", "activation policy", "weights", "gradients", "optimizer", "activations", "peak"):
         table.add_column(heading, justify="left" if heading in ("model", "activation policy") else "right")
     for name, estimate in memory.items():
@@ -128,9 +126,7 @@ def _memory_table(memory: dict[str, MemoryEstimate], batch: str) -> Table:
 
 
 def _speed_table(speed: dict[str, StepPrediction], batch: str) -> Table:
-    table = Table(
-        title=f"Time of a training step, predicted, {batch}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
-    )
+    table = _table(f"Time of a training step, predicted, {batch}")
     for heading in ("model", "operations", "bytes moved", "time", "times faster"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
     for name, found in speed.items():
@@ -144,7 +140,7 @@ def _speed_table(speed: dict[str, StepPrediction], batch: str) -> Table:
 def _origin(rates: MachineRates, source: str) -> str:
     return (
         f"Predicted from counted operations at {short_count(rates.flops)}FLOP/s and {short_count(rates.bytes)}B/s "
-        f"({source}), each at the slower of its two limits. Not timed."
+        f"({source}), each at the slower of its two limits. Not timed. Every token has a label."
     )
 
 

@@ -19,11 +19,13 @@ def layer_table(plan: CompressionPlan, title: str, *, every_layer: bool = False)
     """The plan in a width of 100: equal layers share a row, a ``*`` stands for their numbers; or one row a layer."""
     prefix = _shared_prefix(plan.layers)
     below = f", names below {prefix[:-1]}" if prefix else ""
-    table = Table(title=f"{title}{below}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(
+        title=f"{title}{below}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
+    )
     errors = any(layer.error is not None for layer in plan.layers)
     table.add_column("layer", overflow="fold")
     for heading in ("n", "factors", "ranks", "dense", "now", "ratio", *(("error",) if errors else ())):
-        table.add_column(heading, justify="left" if heading in ("factors", "ranks") else "right")
+        table.add_column(heading, justify="left" if heading in ("factors", "ranks") else "right", max_width=18)
     for name, layers in _groups(plan.layers, every_layer).items():
         table.add_row(*_row(name.replace(prefix, "") if prefix else name, layers, errors))
     table.add_section()
@@ -91,7 +93,8 @@ def _row(name: str, layers: list[LayerPlan], errors: bool) -> list[str]:
 
 def _sizes(dense: int, now: int) -> tuple[str, ...]:
     counts = (short_count(count).replace(" ", "") for count in (dense, now))
-    return *counts, f"{dense / max(now, 1):.1f}x"
+    ratio = dense / max(now, 1)
+    return *counts, f"{ratio:.1f}x" if ratio < 100 else f"{ratio:.0f}x"
 
 
 def _errors(layers: list[LayerPlan]) -> str:
