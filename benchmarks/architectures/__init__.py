@@ -1,1 +1,1 @@
-"""Every architecture of Transformers in tensor-train form, against its dense twin."""
+"""Every architecture of Transformers in tensor-train form, against its dense baseline."""

@@ -1,4 +1,4 @@
-"""What is checked of one architecture: a small model in tensor-train form does all that its dense twin does.
+"""What is checked of one architecture: a small model in tensor-train form does all that its dense baseline does.
 
 Every model is built from the config of ``configs.py`` and reads the batch of ``inputs.py``.
 """

@@ -1,4 +1,4 @@
-"""Check every architecture of Transformers in tensor-train form against its dense twin, and write what was found.
+"""Check every architecture of Transformers in tensor-train form against its dense baseline, and write what was found.
 
     python -m benchmarks.architectures.sweep
     python -m benchmarks.architectures.sweep mixtral whisper --again

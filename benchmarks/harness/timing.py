@@ -37,7 +37,7 @@ small products of a tensor train suffer most. Such figures are rows of their own
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One measured case: a tensor-train candidate against its dense twin."""
+    """One measured case: a tensor-train candidate against its dense baseline."""
 
     case: dict[str, str | int | float]
     """What was measured; together with the machine it names the row of the csv file."""

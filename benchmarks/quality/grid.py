@@ -26,8 +26,8 @@ class Run:
     width: int
     steps: int
     budget: str
-    """``"steps"``: as many as said. ``"seconds of dense"``: as many as take the dense twin's time. ``"bytes of tt"``:
-    as many as said, of a model that is narrow enough for the tensor-train twin's bytes."""
+    """``"steps"``: as many as said. ``"seconds of dense"``: as many as take the dense one's time. ``"bytes of tt"``:
+    as many as said, of a model that is narrow enough for the tensor-train counterpart's bytes."""
     seed: int
 
     def __str__(self) -> str:

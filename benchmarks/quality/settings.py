@@ -42,7 +42,7 @@ compressed, or would be, and --other_lr that of all else.
 Budgets: "{STEPS}" as many steps as said; "{SECONDS}" (--like_seconds_of)
 the steps that take as long as the dense model's under AdamW, measured in turns;
 "{BYTES}" (--like_bytes_of) a dense model so narrow that it trains within
-the bytes of its tensor-train twin. Both keep the rows of the ordinary runs.
+the bytes of its tensor-train counterpart. Both keep the rows of the ordinary runs.
 """
 
 
@@ -116,7 +116,7 @@ def _add_budgets(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--like_seconds_of",
         choices=("dense",),
-        help="give each tt run as many steps as take the time of --steps steps of its dense twin under AdamW",
+        help="give each tt run as many steps as take the time of --steps steps of its dense baseline under AdamW",
     )
     group.add_argument(
         "--timing_rounds",

@@ -276,7 +276,7 @@ def _shown(outcome: Outcome) -> dict[str, str]:
 
 
 def seconds_ratio(task: Task, run: Run, rounds: int) -> float:
-    """How many times longer a step of the dense twin under AdamW takes, measured in turns on the same batches."""
+    """How many times longer a step of the dense baseline under AdamW takes, measured in turns on the same batches."""
     stream = task.batches(run.seed)
     batches = [stream[number] for number in range(WARMUP_ROUNDS + rounds)]
     twins = {TENSOR_TRAIN: run, DENSE: run.twin(form="dense", update="adamw")}
@@ -300,7 +300,7 @@ def steps_in_same_seconds(steps: int, ratio: float) -> int:
 
 
 def width_in_same_bytes(task: Task, run: Run) -> int:
-    """The largest width at which the dense model trains within the bytes of the run's tensor-train twin.
+    """The largest width at which the dense model trains within the bytes of the run's tensor-train counterpart.
 
     Raises:
         ValueError: If even the narrowest model needs more.
@@ -312,7 +312,7 @@ def width_in_same_bytes(task: Task, run: Run) -> int:
     if not fitting:
         raise ValueError(
             f"{run}: a dense model of width {heads}, the narrowest with {heads} heads, needs "
-            f"{bytes_to_train(task, run, heads):,} bytes to train, the tensor-train twin only {limit:,}. Use a larger "
+            f"{bytes_to_train(task, run, heads):,} bytes to train, the tensor train only {limit:,}. Use a larger "
             "--ranks or --widths, or leave --like_bytes_of out."
         )
     return widths[fitting - 1]
@@ -321,7 +321,7 @@ def width_in_same_bytes(task: Task, run: Run) -> int:
 def describe(run: Run, ratio: float | None, model_width: int, steps: int) -> str:
     """What a budget came to, in a few words; empty for the ordinary one."""
     if run.budget == SECONDS and ratio is not None:
-        return f"{steps} steps: the dense twin's step takes {ratio:.2f} times as long"
+        return f"{steps} steps: the dense baseline's step takes {ratio:.2f} times as long"
     if run.budget == BYTES:
         return f"width {model_width} trains within the bytes of the tt twin of width {run.width}"
     return ""

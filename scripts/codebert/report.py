@@ -196,7 +196,7 @@ def _size_table(outcome: Outcome) -> Table:
             table.add_row(what, f"{dense:,}")
         table.add_row("bytes of the checkpoint on disk", f"{outcome.checkpoint_bytes:,}")
         return table
-    table = _table("Size and speed", "dense twin", "tensor train", "")
+    table = _table("Size and speed", "dense baseline", "tensor train", "")
     for what, dense, ours in rows:
         table.add_row(what, f"{dense:,}", f"{ours:,}", f"{dense / ours:.1f}x smaller")
     table.add_row("bytes of the checkpoint on disk", "", f"{outcome.checkpoint_bytes:,}", "")
@@ -325,7 +325,7 @@ def card_fields(outcome: Outcome, settings: Settings, command: str) -> dict[str,
     ]
     if outcome.speed:
         on = f"median of {outcome.speed.num_steps} steps each in turns, {machine()['processor']}"
-        values.append(("training speed, times that of the dense twin", outcome.speed.ratio, on))
+        values.append(("training speed, times that of the dense baseline", outcome.speed.ratio, on))
     return {
         "base_model": settings.model.model_name_or_path,
         "training_data": outcome.training_data,
@@ -352,6 +352,6 @@ def _logits(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _speed(model: PreTrainedModel, run: Run, steps: int) -> SpeedComparison:
-    """Compare with the dense twin; ``model`` is used up by it."""
+    """Compare with the dense baseline; ``model`` is used up by it."""
     batches = [run.batches[number] for number in range(steps + 1)]
     return compare_speed(model, dense_twin(model).to(model.device), batches, run.accelerator.autocast)

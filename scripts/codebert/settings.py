@@ -103,7 +103,7 @@ class TrainingSettings(RankSettings, LoopSettings):
         None, f"Passes over the training data. Default: as many as make {DEMO_STEPS} steps, the length of the demo."
     )
     speed_comparison_steps: int = setting(
-        15, "At the end, time this many steps of the model and of its dense twin in turns. 0: do not."
+        15, "At the end, time this many steps of the model and of its dense baseline in turns. 0: do not."
     )
     push_to_hub: bool = setting(False, "Publish the finished model.")
     hub_model_id: str | None = setting(

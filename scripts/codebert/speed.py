@@ -1,4 +1,4 @@
-"""Training steps of a model and of its dense twin, timed in turns on the same batches of the same run."""
+"""Training steps of a model and of its dense baseline, timed in turns on the same batches of the same run."""
 
 import statistics
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def compare_speed(
     *measured, warmup = batches
     models = {TENSOR_TRAIN: compressed, DENSE: dense}
     steps = {name: _stepper(model, [warmup, *measured], autocast) for name, model in models.items()}
-    timings = time_interleaved(steps, len(measured), warmup=1, label="dense twin in turns")
+    timings = time_interleaved(steps, len(measured), warmup=1, label="dense baseline in turns")
     num_tokens = [int(batch["attention_mask"].sum()) for batch in measured]
     rates = {
         name: statistics.median(tokens / seconds for tokens, seconds in zip(num_tokens, all_seconds, strict=True))
@@ -57,7 +57,7 @@ def _stepper(
     model: nn.Module, batches: list[dict[str, Tensor]], autocast: Callable[[], AbstractContextManager]
 ) -> Callable[[], None]:
     """A function that does one training step on the next batch."""
-    optimizer = TTMuon(model.train(), 1e-4)  # of the dense twin: AdamW
+    optimizer = TTMuon(model.train(), 1e-4)  # of the dense baseline: AdamW
     device = next(model.parameters()).device
     queue = cycle([{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches])
 

@@ -116,7 +116,7 @@ def print_results(outcome: NliOutcome, console: Console) -> None:
     table.add_row("chosen after step", f"{outcome.chosen_step:,} of {len(outcome.history.losses):,}")
     table.add_row("parameters", f"{sizes.parameters:,}")
     if outcome.shapes != "dense":
-        table.add_row("of the dense twin", f"{sizes.dense_parameters:,}, {sizes.ratio:.1f}x as many")
+        table.add_row("of the dense baseline", f"{sizes.dense_parameters:,}, {sizes.ratio:.1f}x as many")
         table.add_row("in the tensor-train layers alone", f"{sizes.compressed_ratio:.1f}x as many")
     table.add_row("seconds a step, an epoch", f"{outcome.seconds_per_step:.3f}, {_epoch_seconds(outcome):,.1f}")
     console.print(table)

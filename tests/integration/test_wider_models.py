@@ -1,4 +1,4 @@
-"""Architectures beyond the table of default targets: each agrees with its dense twin, and comes back from a file."""
+"""Architectures beyond the table of default targets: each agrees with a dense one, and comes back from a file."""
 
 import copy
 

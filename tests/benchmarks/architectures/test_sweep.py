@@ -1,4 +1,4 @@
-"""benchmarks/architectures/sweep.py: architectures against their dense twins, rows that stay, limits, and the page."""
+"""benchmarks/architectures/sweep.py: architectures against their dense ones, rows that stay, limits, and the page."""
 
 import csv
 
