@@ -123,6 +123,7 @@ class TensorTrainModule(CompressedLayer):
     """
 
     num_cores: int
+    core_0: nn.Parameter
 
     def _register_cores(
         self, shapes: Sequence[tuple[int, ...]], device: torch.device | str | None, dtype: torch.dtype | None
@@ -273,7 +274,7 @@ _AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floor
 FREE_QUESTIONS = {getattr(Tensor, name).__get__ for name in _FREE_PROPERTIES} | {
     getattr(Tensor, name) for name in _FREE_METHODS
 }
-_OF_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)
+_OF_REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
 def lazy_weight(module: CompressedLayer) -> Tensor:
@@ -297,7 +298,7 @@ class LazyWeight(Tensor):
         weight._module, weight._detached = module, detached
         return weight
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"LazyWeight(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
@@ -307,11 +308,12 @@ class LazyWeight(Tensor):
         if func in FREE_QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func == Tensor.requires_grad.__get__:  # a new wrapper at each access: never identical
+        # equal, not identical: a new wrapper at each access
+        if func == Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
             return any(parameter.requires_grad for parameter in args[0]._module.tt_parameters())
         if func == Tensor.data_ptr:  # PEFT tells by it which weights are tied
             return args[0]._module.cores()[0].data_ptr()
-        if func == Tensor.data.__get__:
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return cls(args[0]._module, detached=True)
         if func in _DEVIATIONS:
             return _draw(func, *args, **kwargs)
@@ -320,7 +322,7 @@ class LazyWeight(Tensor):
         return _computed(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Reached from below autograd (custom functions): compute with the dense matrix."""
         return func(*tree_map(_dense, args), **tree_map(_dense, kwargs or {}))
 
@@ -382,8 +384,8 @@ def _guarded(value: Any, owners: list[tuple[Tensor, CompressedLayer]]) -> Any:
         value.flags.writeable = False
     elif type(value) is Tensor:
         for dense, module in owners:
-            if torch._C._is_alias_of(value, dense):
-                value = value.as_subclass(DenseView)  # type: ignore[arg-type]
+            if torch._C._is_alias_of(value, dense):  # type: ignore[attr-defined]
+                value = value.as_subclass(DenseView)
                 value._module = module
                 return value
     return value
@@ -474,7 +476,10 @@ def _of_kaiming(
     return 0.0, nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
 
 
-_SCALINGS = {"mul_": Tensor.mul_, "div_": Tensor.div_, "__imul__": Tensor.mul_, "__itruediv__": Tensor.div_}
+_SCALINGS: dict[str, Callable[..., Tensor]] = {
+    **dict.fromkeys(("mul_", "__imul__"), Tensor.mul_),
+    **dict.fromkeys(("div_", "__itruediv__"), Tensor.div_),
+}
 
 _DEVIATIONS: dict[Any, Callable[..., tuple[float, float]]] = {
     nn.init.normal_: _of_normal,

@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -26,7 +26,18 @@ _CAPTURES_OUTPUTS = "transformers.utils.output_capturing"
 """Module of the hooks that gather hidden states and weights of attention; a block gives both in their places."""
 
 
-class Block:
+if TYPE_CHECKING:
+
+    class _OwnClass(nn.Module):
+        """Stands for a module's own class, whose attributes and methods nothing tells before it is fused."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _OwnClass = object
+
+
+class Block(_OwnClass):
     """First base class of a fused module; the second is the module's own class, so ``super()`` is its own forward."""
 
     own_class: ClassVar[type[nn.Module]]
@@ -66,7 +77,7 @@ class Block:
 
 def exchange_class(module: nn.Module, block: type[Block]) -> None:
     """Make ``module`` a ``block``, in place; its class keeps its name."""
-    module.__class__ = _fused_class(block, type(module))
+    module.__class__ = _fused_class(block, type(module))  # type: ignore[arg-type]
 
 
 def restore_class(module: nn.Module) -> None:
@@ -134,7 +145,7 @@ def _fused_class(block: type[Block], own_class: type[nn.Module]) -> type[nn.Modu
 
 
 def _new_instance(block: type[Block], own_class: type[nn.Module]) -> Any:
-    cls = _fused_class(block, own_class)
+    cls = _fused_class(block, own_class)  # type: ignore[arg-type]
     return cls.__new__(cls)
 
 

@@ -6,6 +6,7 @@ products of width R.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,10 +63,10 @@ class FactorizedEmbedding(CompressedLayer):
         check_width("width", width, num_embeddings, embedding_dim)
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.width = width
-        place = {"device": device, "dtype": dtype}
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.table: nn.Parameter | TTMEmbedding
         if ranks:
-            factors = {"in_factors": in_factors, "out_factors": out_factors}
+            factors: dict[str, Any] = {"in_factors": in_factors, "out_factors": out_factors}
             self.table = TTMEmbedding(num_embeddings, width, ranks=ranks, padding_idx=padding_idx, **factors, **place)
             self.in_factors, self.out_factors = self.table.in_factors, self.table.out_factors
         else:
@@ -112,28 +113,28 @@ class FactorizedEmbedding(CompressedLayer):
 
         So have those of the narrow table: a step of AdamW on it moves implied rows as far as one on a dense table.
         """
-        train = self.train_of_table
-        if train is not None:
-            train.draw(std)
+        table = self.table
+        if isinstance(table, TTMEmbedding):
+            table.draw(std)
         else:
-            self.table.normal_(0.0, std)
+            table.normal_(0.0, std)
         self.projection.normal_(0.0, 1 / math.sqrt(self.width))
         narrow, projection = self.narrow_table().float(), self.projection.float()
         energy = ((narrow.T @ narrow) * (projection @ projection.T)).sum()  # of the implied table
         self.projection.mul_(std * math.sqrt(self.num_dense_parameters) / energy.sqrt())
-        if train is None and self.padding_idx is not None:
-            self.table[self.padding_idx].zero_()
+        if not isinstance(table, TTMEmbedding) and self.padding_idx is not None:
+            table[self.padding_idx].zero_()
 
     def forward(self, x: Tensor, project: bool = False, bias: Tensor | None = None) -> Tensor:
         """Look up ids ``(...) -> (..., embedding_dim)``; with ``project``, logits of hidden states under the table.
 
         Rows have the dtype of the projection, also under autocast, as those of other embeddings have.
         """
-        train = self.train_of_table
+        table = self.table
         if project:
             x = self.narrow(x)
-            return linear(x, self.table, bias) if train is None else train(x, project=True, bias=bias)
-        rows = embedding(x, self.table, self.padding_idx) if train is None else train(x)
+            return table(x, project=True, bias=bias) if isinstance(table, TTMEmbedding) else linear(x, table, bias)
+        rows = table(x) if isinstance(table, TTMEmbedding) else embedding(x, table, self.padding_idx)
         with without_autocast(rows):
             return rows @ self.projection
 
@@ -143,7 +144,7 @@ class FactorizedEmbedding(CompressedLayer):
 
     def narrow_table(self) -> Tensor:
         """The narrow table ``(num_embeddings, width)``, differentiable; from cores it is built for this one use."""
-        return self.table if self.train_of_table is None else self.train_of_table.dense()
+        return self.table.dense() if isinstance(self.table, TTMEmbedding) else self.table
 
     def dense(self) -> Tensor:
         """The implied table ``(num_embeddings, embedding_dim)``, differentiable."""
@@ -174,8 +175,8 @@ class FactorizedEmbedding(CompressedLayer):
         # the projection as large as one that is drawn, since its rows are orthonormal
         scale, dtype = math.sqrt(self.embedding_dim / self.width), self.projection.dtype
         self.projection = nn.Parameter((projection * scale).to(dtype), requires_grad=self.projection.requires_grad)
-        if self.train_of_table is not None:
-            self.train_of_table.load_dense(table / scale)
+        if isinstance(self.table, TTMEmbedding):
+            self.table.load_dense(table / scale)
         else:
             self.table = nn.Parameter((table / scale).to(dtype), requires_grad=self.table.requires_grad)
 

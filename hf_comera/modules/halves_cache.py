@@ -246,7 +246,7 @@ def _build(layers: dict[TTLinear, torch.dtype]) -> dict[TTLinear, _Halves]:
     records = torch.is_grad_enabled()
     trained = {layer: [records and t.requires_grad for t in tensors] for layer, tensors in parameters.items()}
     return {
-        layer: _Halves(*halves[layer], dtype=dtype, guard=guards[layer], trained=trained[layer])
+        layer: _Halves(halves[layer][0], halves[layer][1], dtype=dtype, guard=guards[layer], trained=trained[layer])
         for layer, dtype in layers.items()
     }
 

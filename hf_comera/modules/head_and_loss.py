@@ -75,7 +75,7 @@ class HeadAndLoss:
         if projection is None or name is None:
             return "the model has no output embeddings"
         head, _, inner = name.partition(".")
-        loss = _loss_in_source(getattr(type(model), "_dense_class", type(model)), head)
+        loss = _loss_in_source(getattr(type(model), "_dense_class", type(model)), head)  # type: ignore[arg-type]
         if loss not in (MEAN, LOSS_FUNCTION):
             return loss
         width = getattr(model.config.get_text_config(), "hidden_size", 0)
@@ -104,7 +104,7 @@ class HeadAndLoss:
         return _is_projection(projection) and size in (None, projection.out_features)
 
     def __call__(
-        self, model: PreTrainedModel, own_forward: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+        self, model: Any, own_forward: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
         """The result of ``own_forward``, its logits deferred."""
         labels = options["labels"]
@@ -113,9 +113,9 @@ class HeadAndLoss:
             options["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
             options["use_cache"] = False
         compiling = torch.compiler.is_compiling()
-        headless = model.headless if compiling else _Headless.of(model, self)
+        headless: _Headless = model.headless if compiling else _Headless.of(model, self)
         outputs = own_forward(headless.model, *args, **options)
-        if compiling and type(outputs) not in _deferring:  # type: ignore[comparison-overlap]
+        if compiling and type(outputs) not in _deferring:
             return own_forward(model, *args, **{**options, "labels": labels})
         return self._with_loss(model, headless, outputs, labels, options)
 
@@ -123,7 +123,7 @@ class HeadAndLoss:
         self,
         model: PreTrainedModel,
         headless: _Headless,
-        outputs: ModelOutput,
+        outputs: Any,
         labels: Tensor,
         options: dict[str, Any],
     ) -> ModelOutput:
@@ -151,7 +151,7 @@ class HeadAndLoss:
                 places = (labels.flatten() != ignored).nonzero()[:, 0] if has_values(hidden) else _all(labels)
                 hidden, labels = hidden.flatten(0, -2)[places], labels.flatten()[places]
             hidden = headless.head(hidden)
-        projection = head.get_submodule(self.projection)
+        projection: Any = head.get_submodule(self.projection)
         if isinstance(source := getattr(projection, "source", None), FactorizedEmbedding):
             hidden = source.narrow(hidden)
         summed = head_cross_entropy(hidden, _table(projection), projection.bias, labels, ignore_index=ignored)
@@ -290,7 +290,8 @@ class _DeferringOutput:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled and copied with the logits, as the ordinary output."""
-        (ordinary,) = (base for base in type(self).__bases__ if base is not _DeferringOutput)
+        bases: tuple[Any, ...] = type(self).__bases__
+        (ordinary,) = (base for base in bases if base is not _DeferringOutput)
         return ordinary, tuple(getattr(self, name) for name in ordinary.__dataclass_fields__)
 
 
@@ -345,16 +346,15 @@ def _with_child(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
         return child
     first, _, rest = name.partition(".")
     copy = object.__new__(type(module))
-    inner = _with_child(module._modules[first], rest, child) if rest else child
+    inner = _with_child(module.get_submodule(first), rest, child) if rest else child
     copy.__dict__ = {**module.__dict__, "_modules": {**module._modules, first: inner}}
     return copy
 
 
 def _is_followed() -> bool:
     """Whether an exporter or a transform follows the tensors, which takes the model's own forward."""
-    return (
-        torch.compiler.is_exporting() or torch._C._get_tracing_state() or torch._C._are_functorch_transforms_active()
-    )
+    is_traced = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
+    return is_traced or torch._C._are_functorch_transforms_active()
 
 
 def _all(labels: Tensor) -> Tensor:
@@ -378,7 +378,7 @@ def _is_projection(module: nn.Module) -> bool:
     return isinstance(module, TTLinear) or is_dense_or_tied
 
 
-def _table(projection: nn.Module) -> Tensor:
+def _table(projection: TTLinear | TiedHead | nn.Linear) -> Tensor:
     """``(vocabulary, width)``, differentiable; of tensor trains it is built for this one use."""
     if isinstance(projection, TiedHead):
         source = projection.source
@@ -450,13 +450,13 @@ def _assigned_from(tree: ast.AST, function: str) -> str | None:
     )
     made = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == function]
     assigned = [
-        node
+        (node.targets[0].id, node.lineno)
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and node.value in made and isinstance(node.targets[0], ast.Name)
     ]
     if len(made) != 1 or len(assigned) != 1:
         return None
-    name, line = assigned[0].targets[0].id, assigned[0].lineno
+    ((name, line),) = assigned
     return None if any(stored == name and at > line for at, _, stored in stores) else name
 
 

@@ -177,7 +177,7 @@ class LatentAttention(Block):
         else:
             queries = layers[0].out_features // 3
             if self.spec.rotary:
-                queries = int(self.config.num_attention_heads) * size  # type: ignore[attr-defined]
+                queries = int(self.config.num_attention_heads) * size
             widths = [(layers[0].out_features - queries) // 2] * 2
         ranks = [padded_rank(layer.middle_rank + (layer.bias is not None)) for layer in (layers * 3)[1:3]]
         if self.spec.rotary:  # keys are cached as they are
@@ -192,7 +192,7 @@ class LatentAttention(Block):
         layers = [*(_attribute(self, name) for name in spec.projections), output]
         if reason := layer_refusal(layers):
             return reason
-        implementation = self.config._attn_implementation  # type: ignore[attr-defined]
+        implementation = self.config._attn_implementation
         if implementation not in IMPLEMENTATIONS:
             return f"its attention is {implementation!r}, and latents need one of {', '.join(IMPLEMENTATIONS)}"
         if implementation == "eager" and spec.unless is not None and getattr(self, spec.unless):
@@ -210,9 +210,9 @@ class LatentAttention(Block):
         """As the module's own forward; with ``output``, the output projection of a wrapper, its result instead."""
         options.update(zip(self.arguments, args, strict=False))
         if self.is_for_own_forward(options, output):
-            return super().forward(hidden_states, **options)  # type: ignore[misc]
+            return super().forward(hidden_states, **options)
         spec = self.spec
-        output_layer: TTLinear = _attribute(self, spec.output) if spec.output else output
+        output_layer: Any = _attribute(self, spec.output) if spec.output else output
         dtype = autocast_dtype(hidden_states)
         with without_autocast(hidden_states):
             projections = _project(self, spec, hidden_states.to(dtype))
@@ -234,7 +234,7 @@ class LatentAttention(Block):
             return refuses
         if begun.values.shape[1] * begun.values.shape[3] != _size_of_value(self):
             is_constant = torch.is_grad_enabled() and not begun.values.requires_grad
-            if not refuses and not (is_constant and any(each.requires_grad for each in self.parameters())):  # type: ignore[attr-defined]
+            if not refuses and not (is_constant and any(each.requires_grad for each in self.parameters())):
                 return False
             # right halves that train would get a gradient for keys and values of before
             _write_out(self, self.spec, begun)
@@ -255,21 +255,21 @@ class LatentAttentionWithOutput(Block):
 
     def fused_layers(self) -> list[TTLinear]:
         """Projections and output projection."""
-        return [*self.self.fused_layers(), self.output.dense]  # type: ignore[attr-defined]
+        return [*self.self.fused_layers(), self.output.dense]
 
     def refusal(self) -> str | None:
         """Why the module's own forward runs, or None if the block does."""
-        attention, output = self.self, self.output  # type: ignore[attr-defined]
+        attention, output = self.self, self.output
         if is_watched(attention) or is_watched(output):
             return "a hook watches its attention or its output module"
-        return attention.refusal(output.dense)  # type: ignore[no-any-return]
+        return attention.refusal(output.dense)
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         """As the module's own forward."""
         options.update(zip(self.arguments, args, strict=False))
-        attention, output = self.self, self.output  # type: ignore[attr-defined]
+        attention, output = self.self, self.output
         if self.refusal() is not None or attention.is_for_own_forward(options, output.dense):
-            return super().forward(hidden_states, **options)  # type: ignore[misc]
+            return super().forward(hidden_states, **options)
         y, weights = attention(hidden_states, output=output.dense, **options)
         y = output.LayerNorm(output.dropout(y) + hidden_states)
         return (y, weights) if self.spec else y
@@ -280,12 +280,13 @@ def attention_block(module: nn.Module) -> type[Block] | None:
     own_class: Any = type(module)
     if LatentAttention.row(own_class) is not None and hasattr(module, "config"):
         return LatentAttention
-    if LatentAttentionWithOutput.row(own_class) is None or attention_block(module.self) is None:
+    if LatentAttentionWithOutput.row(own_class) is None or attention_block(module.get_submodule("self")) is None:
         return None
-    return LatentAttentionWithOutput if text_digest(type(module.output).forward) == _OUTPUT_OF_WRAPPERS else None
+    is_known = text_digest(type(module.get_submodule("output")).forward) == _OUTPUT_OF_WRAPPERS
+    return LatentAttentionWithOutput if is_known else None
 
 
-def _project(module: nn.Module, spec: AttentionSpec, x: Tensor) -> list[_Projection]:
+def _project(module: LatentAttention, spec: AttentionSpec, x: Tensor) -> list[_Projection]:
     """Query, key and value, from one product of ``x`` with the left halves side by side."""
     lefts, rights, ones = _halves(module, spec, x.dtype)
     latents = linear(x, torch.cat(lefts), ones).split([len(left) for left in lefts], dim=-1)
@@ -293,8 +294,8 @@ def _project(module: nn.Module, spec: AttentionSpec, x: Tensor) -> list[_Project
 
 
 def _halves(
-    module: nn.Module, spec: AttentionSpec, dtype: torch.dtype
-) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
+    module: LatentAttention, spec: AttentionSpec, dtype: torch.dtype
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
     """Left halves of the projections, right ones of query, key and value, and what to add to all latents."""
     layers: list[TTLinear] = [_attribute(module, name) for name in spec.projections]
     lefts, rights = zip(*(_halves_with_bias(layer, dtype) for layer in layers), strict=True)
@@ -309,7 +310,7 @@ def _halves(
     return lefts, rights, ones
 
 
-def _size_of_value(module: Any) -> int:
+def _size_of_value(module: LatentAttention) -> int:
     """Numbers of a token's value in all heads."""
     heads = getattr(module.config, "num_key_value_heads", None) or module.config.num_attention_heads
     return int(heads) * int(getattr(module, module.spec.head_size))
@@ -332,7 +333,7 @@ def _halves_with_bias(layer: TTLinear, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def _plain_attention(
-    module: nn.Module, spec: AttentionSpec, projections: Sequence[_Projection], options: dict[str, Any]
+    module: LatentAttention, spec: AttentionSpec, projections: Sequence[_Projection], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """Context ``(B, T, H, R_v)`` and, where asked for, weights; keys and values go to the cache as latents."""
     query, key, value = projections
@@ -343,12 +344,12 @@ def _plain_attention(
     rank, heads = value_B1SR.shape[-1], query_BTHR.shape[2]
     width = max(key_B1SR.shape[-1], rank)  # fused attention wants one size
     parts = [_widened(part, width) for part in (query_BTHR, key_B1SR, value_B1SR)]
-    context, weights = _attend(module, spec, parts[0], parts[1].expand(-1, heads, -1, -1), parts[2], options)
+    context, weights = _attend(module, parts[0], parts[1].expand(-1, heads, -1, -1), parts[2], options)
     return context[..., :rank], weights
 
 
 def _rotary_attention(
-    module: nn.Module, spec: AttentionSpec, projections: Sequence[_Projection], options: dict[str, Any]
+    module: LatentAttention, spec: AttentionSpec, projections: Sequence[_Projection], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """The same where query and key are rotated: they are rebuilt from latents, once more in backward."""
     rotations, value_BSR = options.pop("position_embeddings"), projections[2].latent
@@ -367,22 +368,21 @@ def _rotary_attention(
         key, pieces = cache.update(key, pieces, module.layer_idx)
         if not rebuilds or key.shape[2] > tokens:
             value_BSR = pieces.transpose(1, 2).flatten(2)[..., :rank]
-            return _attend_rotated(module, spec, query, key, value_BSR, options)
+            return _attend_rotated(module, query, key, value_BSR, options)
 
     def attend(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
         pairs = [_Projection(*tensors[:2]), _Projection(*tensors[2:4])]
         query, key = _rotated(module, spec, pairs, rotations)
-        return _attend_rotated(module, spec, query, key, tensors[4], options)
+        return _attend_rotated(module, query, key, tensors[4], options)
 
     tensors = (*projections[0], *projections[1], value_BSR)
     if not rebuilds:
         return attend(*tensors)
-    settings = {"use_reentrant": False, "context_fn": _keeping_attention, "preserve_rng_state": drops}
-    return checkpoint(attend, *tensors, **settings)  # type: ignore[no-any-return]
+    return checkpoint(attend, *tensors, use_reentrant=False, context_fn=_keeping_attention, preserve_rng_state=drops)
 
 
 def _rotated(
-    module: nn.Module, spec: AttentionSpec, projections: Sequence[_Projection], rotations: tuple[Tensor, Tensor]
+    module: LatentAttention, spec: AttentionSpec, projections: Sequence[_Projection], rotations: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Query ``(B, H, T, D)`` and key ``(B, G, T, D)``."""
     size = int(getattr(module, spec.head_size))
@@ -397,12 +397,12 @@ def _rotated(
 
 
 def _attend_rotated(
-    module: nn.Module, spec: AttentionSpec, query: Tensor, key: Tensor, value_BSR: Tensor, options: dict[str, Any]
+    module: LatentAttention, query: Tensor, key: Tensor, value_BSR: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     rank, heads = value_BSR.shape[-1], query.shape[1]
     value = _widened(value_BSR, key.shape[-1]).unsqueeze(1)
     key = key.repeat_interleave(heads // key.shape[1], dim=1) if heads > key.shape[1] else key
-    context, weights = _attend(module, spec, query.transpose(1, 2), key, value, options)
+    context, weights = _attend(module, query.transpose(1, 2), key, value, options)
     return context[..., :rank], weights
 
 
@@ -432,14 +432,14 @@ class _KeptAttention(TorchDispatchMode):
 
 
 def _attend(
-    module: nn.Module, spec: AttentionSpec, query_BTHD: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    module: LatentAttention, query_BTHD: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """Core attention by the function that the model is set to.
 
     Shape:
         query ``(B, T, H, D)``, key ``(B, H, S, D)``, value ``(B, 1, S, D)`` of all heads -> ``(B, T, H, D)``.
     """
-    mask, tokens, heads = options.get("attention_mask"), *query_BTHD.shape[1:3]
+    spec, mask, tokens, heads = module.spec, options.get("attention_mask"), *query_BTHD.shape[1:3]
     implementation = module.config._attn_implementation
     rate = _rate(module, spec)
     scaling = getattr(module, spec.scaling)
@@ -474,7 +474,7 @@ _NOT_PASSED = ("past_key_values", "attention_mask", "output_attentions", "encode
 """Arguments that forwards name, and so do not hand on."""
 
 
-def _rate(module: nn.Module, spec: AttentionSpec) -> float:
+def _rate(module: LatentAttention, spec: AttentionSpec) -> float:
     """Of dropout, now."""
     rate = _attribute(module, spec.dropout)
     return float(rate.p if isinstance(rate, nn.Dropout) else rate) if module.training else 0.0
@@ -492,7 +492,7 @@ class _Caller:
 
     num_key_value_groups = 1
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: LatentAttention) -> None:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
@@ -505,7 +505,7 @@ def _cache(options: dict[str, Any]) -> Any:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
-def _begun(module: Any, options: dict[str, Any]) -> Any:
+def _begun(module: LatentAttention, options: dict[str, Any]) -> Any:
     """The layer of the cache for this module, if it already holds tokens."""
     cache, index = _cache(options), getattr(module, "layer_idx", None)
     if cache is None or index is None or index >= len(cache.layers):
@@ -514,7 +514,7 @@ def _begun(module: Any, options: dict[str, Any]) -> Any:
     return layer if layer.is_initialized and layer.values.numel() else None
 
 
-def _write_out(module: nn.Module, spec: AttentionSpec, begun: Any) -> None:
+def _write_out(module: LatentAttention, spec: AttentionSpec, begun: Any) -> None:
     """Make of the latents in a cache the keys and values that the module's own forward puts there.
 
     Raises:

@@ -6,7 +6,7 @@ Source: tiling: Arctic Long Sequence Training, arXiv:2506.13996 (TiledMLP); that
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -103,21 +103,21 @@ class _Fused(Block):
 
     def fused_layers(self) -> list[TTLinear]:
         """The layers into the hidden layer and out of it."""
-        spec, module = self.spec, cast(Any, self)
+        spec = self.spec
         names = [spec.inner, spec.outer, *([spec.gate] if spec.gate not in (None, spec.inner) else [])]
-        return [module.get_submodule(str(name)) for name in names]
+        return [_found(self, name) for name in names]
 
     def refusal(self) -> str | None:
         """Why the module's own forward runs, or None if the block does."""
-        spec, module = self.spec, cast(Any, self)
+        spec = self.spec
         if reason := layer_refusal(self.fused_layers()):
             return reason
-        function = _found(module, spec.activation)
+        function = _found(self, spec.activation)
         if _activation_name(function) is None:
             return f"its activation {_named(function)} is none of {', '.join(sorted(set(ACTIVATION_NAMES)))}"
         if is_watched(function):
             return "a hook watches its activation"
-        dropout = _found(module, spec.hidden_dropout) if spec.hidden_dropout else None
+        dropout = _found(self, spec.hidden_dropout) if spec.hidden_dropout else None
         if dropout is not None and (is_watched(dropout) or type(dropout) not in (nn.Dropout, FastDropout)):
             return f"its hidden dropout is a {type(dropout).__name__}, or a hook watches it"
         return None
@@ -128,12 +128,11 @@ class _Fused(Block):
         Shape:
             ``(..., in features of inner) -> (..., out features of outer)``.
         """
-        module: Any = self
         spec, dtype = self.spec, autocast_dtype(x)
-        inner, outer = module.get_submodule(spec.inner), module.get_submodule(spec.outer)
+        inner, outer = _found(self, spec.inner), _found(self, spec.outer)
         with without_autocast(x):
             rows = x.reshape(-1, x.shape[-1]).to(dtype)
-            layers = [inner] if spec.gate in (None, spec.inner) else [inner, module.get_submodule(spec.gate)]
+            layers = [inner] if spec.gate in (None, spec.inner) else [inner, _found(self, spec.gate)]
             lefts, rights = zip(*(layer.halves(dtype) for layer in layers), strict=True)
             joint = nn.functional.linear(rows, torch.cat(lefts) if len(lefts) > 1 else lefts[0])  # one pass over rows
             latents = joint.split([left.shape[0] for left in lefts], dim=-1)
@@ -143,7 +142,7 @@ class _Fused(Block):
                 maps = [_columns(maps[0], slice(0, half)), _columns(maps[0], slice(half, None))]
             left, right = outer.halves(dtype)
             bits, share = self._drawn(rows, left)
-            name = _activation_name(_found(module, spec.activation))
+            name = str(_activation_name(_found(self, spec.activation)))
             gate = maps[1] if len(maps) > 1 else None
             latent = tiled_mlp(maps[0], left, activation=name, gate=gate, bits=bits, share=share)
             return outer.from_latent(latent, right).view(*x.shape[:-1], outer.out_features)
@@ -168,7 +167,7 @@ class TiledMLP(_Fused):
     def forward(self, x: Tensor) -> Tensor:
         """As the module's own forward."""
         if self.refusal() is not None:
-            return super().forward(x)  # type: ignore[misc, no-any-return]
+            return super().forward(x)
         y = self.outer_output(x)
         return y if self.spec.output_dropout is None else _found(self, self.spec.output_dropout)(y)
 
@@ -184,7 +183,7 @@ class TiledChunk(_Fused):
     def ff_chunk(self, x: Tensor) -> Tensor:
         """As the module's own method."""
         if self.refusal() is not None:
-            return super().ff_chunk(x)  # type: ignore[misc, no-any-return]
+            return super().ff_chunk(x)  # type: ignore[misc]
         return _found(self, self.spec.output_dropout)(self.outer_output(x))
 
 
@@ -198,16 +197,16 @@ class TiledLayer(_Fused):
 
     def refusal(self) -> str | None:
         """Why the module's own forward runs, or None if the block does."""
-        if is_watched(self.intermediate) or is_watched(self.output):  # type: ignore[attr-defined]
+        if is_watched(self.intermediate) or is_watched(self.output):
             return "a hook watches its intermediate or output module"
         return super().refusal()
 
     def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
         """As the module's own method."""
         if self.refusal() is not None:
-            return super().feed_forward_chunk(attention_output)  # type: ignore[misc, no-any-return]
-        output = self.output  # type: ignore[attr-defined]
-        return output.LayerNorm(output.dropout(self.outer_output(attention_output)) + attention_output)  # type: ignore[no-any-return]
+            return super().feed_forward_chunk(attention_output)  # type: ignore[misc]
+        output = self.output
+        return output.LayerNorm(output.dropout(self.outer_output(attention_output)) + attention_output)
 
 
 def mlp_block(module: nn.Module) -> type[Block] | None:
@@ -218,7 +217,7 @@ def mlp_block(module: nn.Module) -> type[Block] | None:
             return block
     if TiledLayer.row(own_class) is None:
         return None
-    children = type(module.intermediate).forward, type(module.output).forward
+    children = (type(module.get_submodule(name)).forward for name in ("intermediate", "output"))
     return TiledLayer if tuple(map(text_digest, children)) == _PAIR_TEXTS[1:] else None
 
 
