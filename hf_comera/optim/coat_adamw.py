@@ -102,9 +102,9 @@ def is_spread(parameter: Tensor, layout: Layout) -> bool:
     return layout.is_whole and hasattr(parameter, "to_local")
 
 
-def gathered(parameter: Tensor) -> tuple[Tensor, Tensor]:
+def gathered(parameter: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The whole value and the whole gradient of a sharded parameter, of all processes in one call."""
-    value, gradient = local_part(parameter.detach()), local_part(parameter.grad)
+    value, gradient = local_part(parameter.detach()), local_part(gradient)
     exact = torch.promote_types(value.dtype, torch.float32)
     both = torch.stack([value.to(exact), gradient.to(exact)], -1)
     whole = _placed(both, parameter, (*parameter.shape, 2)).full_tensor()  # type: ignore[attr-defined]
@@ -182,8 +182,8 @@ def _placed(local: Tensor, parameter: Tensor, shape: Sequence[int], *, is_whole:
 
     shape = torch.Size(shape)
     stride = torch.empty(shape, device="meta").stride()
-    mesh = parameter.device_mesh
-    placements = [Replicate()] * mesh.ndim if is_whole else parameter.placements
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    placements = [Replicate()] * mesh.ndim if is_whole else parameter.placements  # type: ignore[attr-defined]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
@@ -252,7 +252,7 @@ class CoatAdamW(torch.optim.Optimizer):
             raise
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
         Args:
@@ -264,7 +264,8 @@ class CoatAdamW(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             moving = self._counted(group["params"])
-            whole = {each: gathered(each) for each in moving if is_spread(each, layout_of_state(each))}
+            spread = (each for each in moving if is_spread(each, layout_of_state(each)))
+            whole = {each: gathered(each, moving[each]) for each in spread}
             for pieces in alike(self._pieces(moving, whole)):
                 tensors = pieces[0].tensors
                 if kernels_serve(tensors["value"].device) and tensors.keys() >= set(_KEPT):
@@ -275,7 +276,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 keep_own_rows(parameter, value)
         return loss
 
-    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as it was saved; float moments, as those of ``torch.optim.AdamW``, are quantised.
 
@@ -353,22 +354,22 @@ class CoatAdamW(torch.optim.Optimizer):
                 new[key] = held[key].copy_(new[key])
         self.state[parameter] = new
 
-    def _counted(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Those with a gradient; all have a state, and this step is counted in it."""
-        moving = [parameter for parameter in parameters if parameter.grad is not None]
-        for parameter in moving:
+    def _counted(self, parameters: list[Tensor]) -> dict[Tensor, Tensor]:
+        """Those with a gradient, and it; all have a state, and this step is counted in it."""
+        moving = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        for parameter, gradient in moving.items():
             if not self.state[parameter]:
                 self.state[parameter] = new_state(parameter, layout_of_state(parameter))
-            if parameter.grad.is_sparse:
+            if gradient.is_sparse:
                 raise ValueError("A gradient is sparse, and moments are not. Make the embedding with sparse=False.")
         if moving:
             torch._foreach_add_([self.state[parameter]["step"] for parameter in moving], 1)
         return moving
 
-    def _pieces(self, moving: list[Tensor], whole: dict[Tensor, tuple[Tensor, Tensor]]) -> Iterator[Piece]:
+    def _pieces(self, moving: dict[Tensor, Tensor], whole: dict[Tensor, tuple[Tensor, Tensor]]) -> Iterator[Piece]:
         """All parameters that move, as far as this process holds them or has gathered them."""
-        for parameter in moving:
-            value, gradient = whole.get(parameter) or (parameter.detach(), parameter.grad)
+        for parameter, own in moving.items():
+            value, gradient = whole.get(parameter) or (parameter.detach(), own)
             kept = {"value": value, "gradient": gradient, **self.state[parameter]}
             yield Piece(layout_of_state(parameter), {key: local_part(kept[key]) for key in kept})
 
@@ -402,7 +403,7 @@ def _coat_adamw(
     keys = ("value", "gradient", "step", *_KEPT)
     kept = [moments[place :: len(_KEPT)] for place in range(len(_KEPT))]
     tensors = [dict(zip(keys, of_one, strict=True)) for of_one in zip(values, gradients, steps, *kept, strict=True)]
-    layouts = (Layout(*sizes[start : start + 3], True) for start in range(0, len(sizes), 3))
+    layouts = (Layout._make((*sizes[start : start + 3], True, False)) for start in range(0, len(sizes), 3))
     rule = {"lr": lr if rate is None else rate, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     _in_batches(map(Piece, layouts, tensors), rule)
 

@@ -212,7 +212,7 @@ def orthogonal_steps(shape_group: ShapeGroup, cores: list[Tensor], momenta: list
             step = freed if shared is True else torch.where(shared, freed, step)
         unfolding = step.flatten(-3, -2) if on_left else step.flatten(-2)
         step = to_core(orthogonalize(unfolding).view_as(step), before, behind)
-        steps.append(step if still is False else step.masked_fill(still, 0.0))
+        steps.append(step.masked_fill(still, 0.0) if isinstance(still, Tensor) else step)
     return steps
 
 
@@ -324,7 +324,7 @@ class TTMuon(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
         Args:
@@ -396,9 +396,9 @@ class TTMuon(torch.optim.Optimizer):
         sizes = torch.stack([certainty[place] for place in shape_group.moving]) * shape_group.part * -bound
         parts = shape_group.moving_cores.unpack([step * size for step, size in zip(steps, sizes, strict=True)])
         kept = 1 - group["lr"] * group["weight_decay"] / len(shape_group.places)
-        decayed = [core for place in shape_group.places for core in cores[place]]
+        decayed: list[Tensor] = [core for place in shape_group.places for core in cores[place]]
         torch._foreach_mul_(decayed, kept.to(decayed[0].dtype) if isinstance(kept, Tensor) else kept)
-        stepped = [core for of_place in moving for core in of_place]
+        stepped: list[Tensor] = [core for of_place in moving for core in of_place]
         parts = [part.view_as(core).to(core.dtype) for part, core in zip(parts, stepped, strict=True)]
         torch._foreach_add_(stepped, parts)
 
@@ -417,7 +417,8 @@ class TTMuon(torch.optim.Optimizer):
                 buffer = torch.zeros_like(core, memory_format=torch.preserve_format)
                 self.state[core] = {"momentum_buffer": buffer, "mean_norm": core.new_zeros(())}
             follow(core, self.state[core], "momentum_buffer")
-        states, gradients = [self.state[core] for core in cores], [core.grad for core in cores]
+        states = [self.state[core] for core in cores]
+        gradients: list[Any] = [core.grad for core in cores]  # all have one: they stand in ``places`` for it
         buffers, means = ([state[key] for state in states] for key in ("momentum_buffer", "mean_norm"))
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         stacks = shape_group.cores_with_gradient
@@ -430,7 +431,7 @@ class TTMuon(torch.optim.Optimizer):
         certainty = (of_buffers / mean_norms.clamp_min(torch.finfo(mean_norms.dtype).tiny)).clamp_max(1.0)
         scales = (torch.maximum(of_gradients, of_buffers) / HUGE).clamp_min(1.0)
         certainties, scales = (each.view(len(places), -1, 1, 1, 1) for each in (certainty, scales))
-        momenta = stacks.spread(torch.lerp(*joined, group["momentum"]))
+        momenta = stacks.spread(torch.lerp(joined[0], joined[1], group["momentum"]))
         scaled = [momentum / scale for momentum, scale in zip(momenta, scales, strict=True)]
         return scaled, dict(zip(shape_group.places, certainties, strict=True))
 

@@ -140,12 +140,12 @@ class ComeraTrainerMixin:
             self._push_from_checkpoint(str(final))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        own = self.optimizer
+        own: Any = self.optimizer
         if not isinstance(getattr(own, "optimizer", own), TTMuon):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
         state_dict = own.state_dict
-        own.state_dict = lambda: TTMuonState(state_dict())  # type: ignore[method-assign]
+        own.state_dict = lambda: TTMuonState(state_dict())
         try:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         finally:

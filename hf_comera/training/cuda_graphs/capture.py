@@ -158,7 +158,7 @@ def _selects_by_mask(tensor: Tensor, indices: Any, values: Tensor | None = None)
 
 
 def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+    return tensor.untyped_storage()._cdata
 
 
 OURS = (TTMuon, CoatAdamW)

@@ -171,7 +171,8 @@ class ComeraCallback(TrainerCallback, ExportableState):
             )
 
     def _stored(self, state: TrainerState) -> dict[str, Any]:
-        stored = (state.stateful_callbacks or {}).get(type(self).__name__)
+        callbacks: Any = state.stateful_callbacks or {}  # annotated as the list that the state was made of
+        stored = callbacks.get(type(self).__name__)
         stored = stored[-1] if isinstance(stored, list) and stored else stored
         saved = ((stored or {}).get("attributes") or {}).get("saved_state")
         if saved is None:
@@ -179,4 +180,4 @@ class ComeraCallback(TrainerCallback, ExportableState):
                 f"The checkpoint of step {state.global_step} was written without rank adaptation, so its stages "
                 "cannot be resumed. Start from step 0 with its weights: from_pretrained, then train without resuming."
             )
-        return saved  # type: ignore[no-any-return]
+        return saved

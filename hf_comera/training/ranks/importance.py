@@ -216,9 +216,7 @@ def shrink(gates: Tensor, amount: Tensor) -> Tensor:
     return gates.sign() * (gates.abs() - amount).clamp_min(0)
 
 
-def late_weight(
-    loss: Tensor, size: Tensor, wanted_loss: Tensor | float, wanted_size: Tensor | float, rho: float
-) -> Tensor:
+def late_weight(loss: Tensor, size: Tensor, wanted_loss: Tensor, wanted_size: Tensor | float, rho: float) -> Tensor:
     """Weight of the size objective under achievement scalarisation, a scalar on the device of ``loss``.
 
     ``max{(L - L0) / L0, (S - S0) / S0} + rho (L / L0 + S_hat / S0)``: where the size is the worse of the two its

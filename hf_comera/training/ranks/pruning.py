@@ -1,6 +1,7 @@
 """Cut ranks out of a model for real: cores, gates and the state of the optimizer, all at once."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ def cut_ranks(
             its state of one has another shape, as Adafactor's has. Nothing is changed then.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    slicers: dict[nn.Parameter, tuple[nn.Module, str, Slicer]] = {}
+    slicers: dict[Tensor, tuple[nn.Module, str, Slicer]] = {}
     for name, indices in kept.items():
         slicers |= _slicers(name, layers[name], indices)
     if optimizer is not None:
@@ -97,7 +98,7 @@ def drop_removed_when_loading(optimizer: torch.optim.Optimizer) -> None:
 
 def _slicers(
     name: str, layer: TensorTrainModule, indices: Sequence[Tensor]
-) -> dict[nn.Parameter, tuple[nn.Module, str, Slicer]]:
+) -> dict[Tensor, tuple[nn.Module, str, Slicer]]:
     """How each core and gate of a layer is sliced."""
     if len(indices) != layer.num_cores - 1:
         raise ValueError(
@@ -108,16 +109,16 @@ def _slicers(
     if any(len(index) == 0 for index in indices):
         indices = [index[:0] for index in indices]
     bonds: list[Tensor | None] = [None, *(index.to(device) for index in indices), None]
-    found: dict[nn.Parameter, tuple[nn.Module, str, Slicer]] = {}
+    found: dict[Tensor, tuple[nn.Module, str, Slicer]] = {}
     for place, core in enumerate(layer.cores()):
         before, behind = bonds[place], bonds[place + 1]
-        found[core] = (layer, f"core_{place}", lambda t, a=before, b=behind: slice_core(t, a, b))
+        found[core] = (layer, f"core_{place}", partial(slice_core, before=before, behind=behind))
     for place, gate in enumerate(layer.rank_gates()):
-        found[gate] = (layer, f"rank_gate_{place}", lambda t, a=bonds[place + 1]: slice_core(t, None, a))
+        found[gate] = (layer, f"rank_gate_{place}", partial(slice_core, before=None, behind=bonds[place + 1]))
     return found
 
 
-def _check_held(optimizer: torch.optim.Optimizer, slicers: Mapping[nn.Parameter, Any]) -> None:
+def _check_held(optimizer: torch.optim.Optimizer, slicers: Mapping[Tensor, Any]) -> None:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     needed = {parameter: name for parameter, (_, name, _) in slicers.items() if parameter.requires_grad}
     lacking = [name for parameter, name in needed.items() if parameter.numel() and id(parameter) not in held]
@@ -136,7 +137,7 @@ def _check_held(optimizer: torch.optim.Optimizer, slicers: Mapping[nn.Parameter,
                 )
 
 
-def _replace(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter, slicer: Slicer) -> None:
+def _replace(optimizer: torch.optim.Optimizer, old: Tensor, new: nn.Parameter, slicer: Slicer) -> None:
     """Put ``new`` where ``old`` was, with its state sliced."""
     for group in optimizer.param_groups:
         group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
@@ -253,7 +254,7 @@ def _move_moments(state: dict[str, Any], core: Tensor, change: _Change) -> None:
         is_step = key in _PARAMETERS | _SQUARES_OF_STEPS | _SIZES_OF_STEPS
         if key == "momentum_buffer" and "square_avg" in state:  # RMSprop's is no gradient, but a step
             is_step = True
-        factors = change.of_core if is_step else change.of_gradient
+        factors: tuple[Tensor | None, ...] = change.of_core if is_step else change.of_gradient
         if key in _SQUARES | _SIZES:
             factors = tuple(None if part is None else part.square() for part in factors)
         value.copy_(to_basis(value.square(), *factors).sqrt() if key in _SIZES else to_basis(value, *factors))
