@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -59,7 +59,7 @@ def compress_command(
         raise ValueError(f"{dense} is compressed already. See its layers: hf-comera inspect {dense}")
     # what it says of large errors is said below, of this model and in one line
     logging.getLogger("hf_comera.hub.model").setLevel(logging.ERROR)
-    model = source.load(quantization_config=ComeraConfig(**settings))
+    model: Any = source.load(quantization_config=ComeraConfig(**settings))
     source.save(model, out)
     found = model.comera_plan()
     if as_json:

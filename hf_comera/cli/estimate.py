@@ -31,7 +31,7 @@ from hf_comera.cli.options import (
 )
 from hf_comera.compress.prediction import MachineRates, StepPrediction, predict_speed
 from hf_comera.hub.source import find_model
-from hf_comera.memory import MemoryEstimate, estimate_memory
+from hf_comera.memory import ActivationPolicy, MemoryEstimate, estimate_memory
 from hf_comera.memory.policy import NAMED_POLICIES
 
 __all__ = ["estimate_command"]
@@ -77,7 +77,7 @@ def estimate_command(
     Example, for an H100 in bf16: hf-comera estimate my-model --autocast bf16 --tflops 400 --bandwidth 3000
     """
     source, settings = find_model(model, class_name), settings_of(context)
-    sizes = dict(zip(("batch_size", "seq_len"), batch_sizes(batch), strict=True))
+    sizes: dict[str, Any] = dict(zip(("batch_size", "seq_len"), batch_sizes(batch), strict=True))
     sizes["autocast"] = autocast_dtype(autocast)
     models = {DENSE: source.dense_skeleton(), COMPRESSED: skeleton_of(source, settings)}
     rates = _rates(tflops, bandwidth) or MachineRates.measure("cpu", sizes["autocast"] or models[DENSE].dtype)
@@ -101,8 +101,8 @@ def _predicted(
     models: dict[str, PreTrainedModel], rates: MachineRates, sizes: dict[str, Any]
 ) -> tuple[dict[str, MemoryEstimate], dict[str, StepPrediction]]:
     """Memory of both models, of the compressed one with every policy, and the time of their steps without one."""
-    named = {"none": None, **NAMED_POLICIES}
-    policies = {DENSE: {"none": None}, COMPRESSED: {name: named[name] for name in SHOWN_POLICIES}}
+    named: dict[str, ActivationPolicy | None] = {"none": None, **NAMED_POLICIES}
+    policies = {DENSE: {"none": named["none"]}, COMPRESSED: {name: named[name] for name in SHOWN_POLICIES}}
     memory, speed = {}, {}
     for name, model in tqdm(models.items(), "steps without entries", leave=False):
         memory[name] = estimate_memory(model, policies=policies[name], **sizes)

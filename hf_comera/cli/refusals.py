@@ -20,7 +20,7 @@ BAD_INPUT, FAILED = 2, 1
 class Commands(TyperGroup):
     """The group of all commands."""
 
-    def invoke(self, ctx: Context) -> Any:
+    def invoke(self, ctx: Context) -> Any:  # type: ignore[override]
         """Run a command; what a setting, a file, a disk or a missing package refuses becomes a message."""
         try:
             return super().invoke(ctx)

@@ -153,11 +153,11 @@ def _large_weights_on_meta() -> Iterator[None]:
     """
     register = nn.Module.register_parameter
 
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        large = name == "weight" and isinstance(module, COMPRESSIBLE_TYPES)
-        if large and parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        large = name == "weight" and isinstance(self, COMPRESSIBLE_TYPES)
+        if large and param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:

@@ -20,7 +20,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import (
     HFValidationError,
 )
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers import PreTrainedModel
 from transformers.modelcard import TrainingSummary
 
@@ -109,8 +109,8 @@ def write_model_card(
         pipeline_tag=_task(model)[1],
         tags=TAGS,
     )
-    given = {"base_model": base_model, "training_data": training_data, "training_command": training_command}
-    given |= {"license": license, "metrics": _metric_rows(metrics or ())}
+    given: dict[str, Any] = {"base_model": base_model, "training_data": training_data}
+    given |= {"training_command": training_command, "license": license, "metrics": _metric_rows(metrics or ())}
     fresh = _new_card(metadata, given | _loading_fields(model, folder, repo_id) | _measured_fields(model))
     path = folder / "README.md"
     card = _merge(_read(path), fresh, path) if path.exists() else fresh
@@ -251,7 +251,7 @@ def _save_id(folder: Path) -> str | None:
     return config.get("quantization_config", {}).get("save_id")
 
 
-def _measured_fields(model: PreTrainedModel) -> dict[str, Any]:
+def _measured_fields(model: Any) -> dict[str, Any]:
     """Sizes and ranks, read off the model."""
     layers = model.comera_plan().layers
     kinds = Counter(layer.kind for layer in layers)
@@ -299,11 +299,11 @@ def _merge(card: ModelCard, fresh: ModelCard, path: Path) -> ModelCard:
             "'<!-- hf_comera:begin -->' and '<!-- hf_comera:end -->', or remove them all."
         )
     newline = "\r\n" if "\r\n" in card.text else "\n"
-    part = OWN_PART.search(fresh.text)[0].replace("\n", newline)
+    part = OWN_PART.findall(fresh.text)[0].replace("\n", newline)
     text = card.text if found else f"{card.text.rstrip()}{newline * 2}{part}{newline}"
     card.text = OWN_PART.sub(lambda _: part, text)
     tags = list(dict.fromkeys([*card.data.get("tags", []), *TAGS]))
-    task = card.data.get("pipeline_tag") or fresh.data.pipeline_tag
+    task = card.data.get("pipeline_tag") or fresh.data.get("pipeline_tag")
     for key, value in (fresh.data.to_dict() | {"tags": tags, "pipeline_tag": task}).items():
         card.data[key] = value
     return card
@@ -312,7 +312,7 @@ def _merge(card: ModelCard, fresh: ModelCard, path: Path) -> ModelCard:
 @functools.cache
 def extend_trainer_cards() -> None:
     """Have Transformers' summaries of training runs with compressed models tell how to load these; once a process."""
-    original = TrainingSummary.from_trainer
+    original: Any = TrainingSummary.from_trainer
 
     @functools.wraps(original)
     def from_trainer(cls: type[TrainingSummary], trainer: Any, *args: Any, **kwargs: Any) -> TrainingSummary:
@@ -323,4 +323,4 @@ def extend_trainer_cards() -> None:
             summary.to_model_card = lambda: with_own_part(write(), model, Path(trainer.args.output_dir))
         return summary
 
-    TrainingSummary.from_trainer = classmethod(from_trainer)
+    TrainingSummary.from_trainer = classmethod(from_trainer)  # type: ignore[assignment, method-assign]

@@ -322,7 +322,7 @@ def stamped(model: PreTrainedModel, state_dict: dict[str, Tensor], metadata: dic
 
     Transformers takes metadata from a quantizer only, so there is one for the time of the save.
     """
-    model.hf_quantizer = _StateAndMetadata(state_dict, metadata)
+    model.hf_quantizer = _StateAndMetadata(state_dict, metadata)  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -75,10 +75,10 @@ def export_onnx(model: PreTrainedModel, path: str | os.PathLike[str]) -> OnnxExp
                 f"torch.onnx.export does not follow {type(model).__name__} ({reason}). Try the dense model: "
                 "export_onnx(model.merge_and_unload(), path)."
             ) from error
-        output, error = _largest_error(model, path)
+        output, largest = _largest_error(model, path)
     files = [path, path.with_name(f"{path.name}.data")]
     num_bytes = sum(file.stat().st_size for file in files if file.exists())
-    return OnnxExport(path=path, bytes=num_bytes, inputs=tuple(inputs), output=output, error=error)
+    return OnnxExport(path=path, bytes=num_bytes, inputs=tuple(inputs), output=output, error=largest)
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ def _inputs(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, Tensor]
     found = example_inputs(model, rows, tokens)
     takes = inspect.signature(type(model).forward).parameters
     if "input_ids" in found:
-        vocabulary = model.get_input_embeddings().num_embeddings
+        vocabulary: Any = model.get_input_embeddings().num_embeddings
         found["input_ids"] = torch.randint(vocabulary, (rows, tokens), generator=generator)
         if "attention_mask" in takes:
             found["attention_mask"] = torch.ones(rows, tokens, dtype=torch.long)

@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import logging
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -46,12 +47,18 @@ logger = logging.getLogger(__name__)
 ERROR_WORTH_A_WARNING = 0.3
 
 
-class ComeraModel:
+if TYPE_CHECKING:  # stands for the model's own class
+    _OwnClass = PreTrainedModel
+else:
+    _OwnClass = object
+
+
+class ComeraModel(_OwnClass):
     """Methods of every compressed model; the other base class is the model's own."""
 
     _dense_class: type[PreTrainedModel]
 
-    def save_pretrained(
+    def save_pretrained(  # type: ignore[override]  # the rest is given by name
         self,
         save_directory: str | os.PathLike[str],
         is_main_process: bool = True,
@@ -75,7 +82,7 @@ class ComeraModel:
         state_dict |= {key: torch.empty(0, dtype=self.dtype) for key in guards}
         # conversions to the names of an original release split, join and rename dense weights; cores would be lost
         kwargs["save_original_format"] = False
-        save = functools.partial(
+        save: Callable[..., None] = functools.partial(
             super().save_pretrained, is_main_process=is_main_process, state_dict=state_dict, **kwargs
         )
         if kwargs.get("distributed_checkpoint"):
@@ -128,7 +135,7 @@ class ComeraModel:
             dtype: What the dense model is cast to; default is the dtype that the model has.
         """
         model = merge_and_unload(self)
-        return model if dtype is None else model.to(dtype)
+        return model if dtype is None else model.to(dtype)  # type: ignore[arg-type]
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Not possible for a compressed embedding; raises unless nothing would change."""
@@ -155,9 +162,9 @@ class ComeraModel:
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """The empty tensor that says what to import is no part of the state."""
         state_dict.pop(prefix + NOTICE, None)
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle and deep-copy through the model's own class, since the subclass has no importable name."""
         return _new_instance, (self._dense_class,), self.__dict__.copy()
 
@@ -175,7 +182,7 @@ def attach(model: PreTrainedModel, config: ComeraConfig, errors: dict[str, float
     """
     for name in ("hf_quantizer", "quantization_method"):
         model.__dict__.pop(name, None)
-    model.is_quantized = False
+    model.is_quantized = False  # type: ignore[assignment]
     _own_config(model)
     layers = {**(config.layers or {}), **{name: {"error": error} for name, error in (errors or {}).items()}}
     _mark(model, dataclasses.replace(config, layers=layers))
@@ -195,7 +202,7 @@ def _mark(model: PreTrainedModel, config: ComeraConfig) -> None:
     model.config.quantization_config = config
     # read by FlashAttention's dtype rule only, which otherwise looks for an nn.Linear; not written to config.json
     model.config._is_quantized = True
-    model.__class__ = _comera_class(getattr(model, "_dense_class", type(model)))
+    model.__class__ = _comera_class(getattr(model, "_dense_class", type(model)))  # type: ignore[arg-type]
     model.add_model_tags(TAGS)  # for the card of a plain model.push_to_hub
 
 
@@ -222,8 +229,8 @@ def _marked(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 
 def _unmark(model: PreTrainedModel) -> None:
-    model.__class__ = model._dense_class
-    model.model_tags = [tag for tag in model.model_tags if tag not in TAGS] or None
+    model.__class__ = model._dense_class  # type: ignore[assignment]
+    model.model_tags = [tag for tag in model.model_tags or () if tag not in TAGS] or None
     del model.config.quantization_config
     model.config.__dict__.pop("_is_quantized", None)
 
@@ -295,18 +302,22 @@ def _new_stamp(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _layer_plan(name: str, module: CompressedLayer, recorded: dict[str, Any]) -> LayerPlan:
-    factorized, linear = isinstance(module, FactorizedEmbedding), isinstance(module, TTLinear)
+    kind, (in_size, out_size) = "ttm_embedding", module.weight_shape()
+    if isinstance(module, TTLinear):
+        kind, in_size, out_size = "tt_linear", module.in_features, module.out_features
+    elif isinstance(module, FactorizedEmbedding):
+        kind = "factorized_embedding"
     return LayerPlan(
         name=name,
-        kind="tt_linear" if linear else "factorized_embedding" if factorized else "ttm_embedding",
-        in_size=module.in_features if linear else module.num_embeddings,
-        out_size=module.out_features if linear else module.embedding_dim,
+        kind=kind,
+        in_size=in_size,
+        out_size=out_size,
         in_factors=module.in_factors,
         out_factors=module.out_factors,
         ranks=module.ranks,
         error=recorded.get("error"),
         rank_gates=bool(module.rank_gates()),
-        width=module.width if factorized else None,
+        width=module.width if isinstance(module, FactorizedEmbedding) else None,
     )
 
 
@@ -323,7 +334,7 @@ def _comera_class(dense_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _new_instance(dense_class: type[PreTrainedModel]) -> Any:
-    cls = _comera_class(dense_class)
+    cls = _comera_class(dense_class)  # type: ignore[arg-type]
     return cls.__new__(cls)
 
 
@@ -353,7 +364,7 @@ def adopt_parts(model: PreTrainedModel, config: ComeraConfig) -> None:
 
 def _layers_of_parts(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
     """All records of the parts, under the names that the layers have in ``model``."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, part in _parts(model).items():
         recorded = getattr(part.config, "quantization_config", None) or {}
         layers = recorded.get("layers") if isinstance(recorded, dict) else recorded.layers

@@ -146,7 +146,7 @@ class ComeraQuantizer(HfQuantizer):
         )
         for name in ("hf_quantizer", "quantization_method"):
             model.__dict__.pop(name, None)
-        model.is_quantized = False
+        model.is_quantized = False  # type: ignore[assignment]
         for part in _parts(model):
             part.config.__dict__.pop("quantization_config", None)
         return model
@@ -187,7 +187,7 @@ class _Decompose(ConversionOps):
     def __init__(self, quantizer: ComeraQuantizer) -> None:
         self.quantizer = quantizer
 
-    def convert(
+    def convert(  # type: ignore[override]
         self,
         input_dict: dict[str, Any],
         *,
@@ -210,8 +210,9 @@ class _Decompose(ConversionOps):
         layer = compression.by_name[name]
         new, self.quantizer.errors[name] = decompose_layer(layer, model.get_submodule(name), weight)
         for core in new.cores():
-            core._is_hf_initialized = True  # the loader draws new values for parameters without this mark
-        new._is_hf_initialized = True
+            # the loader draws new values for parameters without this mark
+            core._is_hf_initialized = True  # type: ignore[attr-defined]
+        new._is_hf_initialized = True  # type: ignore[assignment]
         model.set_submodule(name, new)
         ties = {tied: source for tied, source in compression.ties.items() if source == name}
         link_tied(model, ties)
@@ -253,7 +254,7 @@ def _initialize_weights(quantizer: ComeraQuantizer, model: PreTrainedModel) -> A
     return initialize
 
 
-def _has_come(parameters: Iterable[Tensor]) -> bool:
+def _has_come(parameters: Iterable[Any]) -> bool:
     """Whether the file had all of ``parameters``; those on the meta device are read when they are needed."""
     return all(getattr(parameter, "_is_hf_initialized", False) or parameter.is_meta for parameter in parameters)
 

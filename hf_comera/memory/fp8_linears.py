@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ class _Fp8Linear(nn.Linear):
         return fp8_linear(input, self.weight, self.bias)
 
 
-class _Fp8Conv1D(Conv1D):  # type: ignore[misc]
+class _Fp8Conv1D(Conv1D):
     """GPT-2's linear layer, whose weight is transposed."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,8 +79,10 @@ def set_fp8_linears(model: nn.Module, min_features: int | None = 2048) -> Fp8Lin
     report = Fp8LinearsReport([], {})
     if min_features is None:
         return report
-    heads = [module.get_output_embeddings() for module in model.modules() if hasattr(module, "get_output_embeddings")]
-    linears = [(name, module) for name, module in model.named_modules() if type(module) in _FP8_CLASSES]
+    heads = [find() for module in model.modules() if (find := getattr(module, "get_output_embeddings", None))]
+    linears: list[tuple[str, Any]] = [
+        (name, module) for name, module in model.named_modules() if type(module) in _FP8_CLASSES
+    ]
     for name, module in linears:
         is_head = any(module is head for head in heads)
         reason = "it gives the logits" if is_head else _refusal(module, min_features)
@@ -93,8 +96,8 @@ def set_fp8_linears(model: nn.Module, min_features: int | None = 2048) -> Fp8Lin
     return report
 
 
-def _refusal(module: nn.Module, min_features: int) -> str | None:
-    weight: Tensor = module.weight
+def _refusal(module: nn.Linear | Conv1D, min_features: int) -> str | None:
+    weight = module.weight
     if "forward" in module.__dict__:
         return "their forward was replaced, as Accelerate does to offload layers"
     if min(weight.shape) < min_features:

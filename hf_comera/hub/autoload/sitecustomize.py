@@ -10,6 +10,7 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 TABLES = "transformers.quantizers.auto"
 
@@ -32,7 +33,7 @@ class _WaitForTables:
             module.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault("comera", _Config)
             module.AUTO_QUANTIZER_MAPPING.setdefault("comera", _quantizer)
 
-        spec.loader.exec_module = execute_and_enter
+        spec.loader.exec_module = execute_and_enter  # type: ignore[method-assign]
         return spec
 
 
@@ -50,7 +51,7 @@ def _quantizer(*args: object, **kwargs: object) -> object:
     return _registered("AUTO_QUANTIZER_MAPPING")(*args, **kwargs)
 
 
-def _registered(table: str) -> type:
+def _registered(table: str) -> Any:
     """The class that hf_comera enters in place of its placeholder."""
     try:
         importlib.import_module("hf_comera")
