@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Any
@@ -10,17 +11,23 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_comera.compress.record import check_record, refuse_rank_activation
 
-__all__ = ["FORMAT_VERSION", "ComeraConfig"]
+__all__ = ["FORMAT_VERSION", "OTHERS", "STORAGES", "ComeraConfig", "check_storage"]
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Newest version of the checkpoint format; raised when older releases could not read all that may be written.
 
 1: the format of the first release. 2: layers might have a rank activation, which is refused. 3: layers may have rank
-gates, or no rank at all. 4: embeddings may be factorized. A checkpoint says the lowest version that has all it uses,
-so that older releases go on reading what they can.
+gates, or no rank at all. 4: embeddings may be factorized. 5: weights may be stored in int8 or int4. A checkpoint says
+the lowest version that has all it uses, so that older releases go on reading what they can.
 """
+
+STORAGES = {"float": None, "int8": 8, "int4": 4}
+"""The values of ``storage``, and the bits of the integers that weights become."""
+
+OTHERS = "*"
+"""In ``storage``, stands for all layers that no pattern matches."""
 
 
 @dataclass(kw_only=True)
@@ -63,6 +70,11 @@ class ComeraConfig(QuantizationConfigMixin):
     """Factors of particular layers: pattern to ``{"in_factors": [...], "out_factors": [...]}`` (of an embedding:
     vocabulary and hidden size). A product above the size is padding."""
 
+    storage: str | dict[str, str] | None = None
+    """Form in which ``save_pretrained`` stores weights: ``"int8"`` or ``"int4"`` rows with scales. Or a
+    dictionary of patterns for layers, with ``"*"`` for all others: ``{"word_embeddings": "int4", "*": "int8"}``; the
+    longest that matches decides. None, or ``"float"``: as they are. Loaded weights are floating-point numbers."""
+
     layers: dict[str, dict[str, Any]] | None = None
     """The compressed layers: filled in by the library, read back at load time. Leave it None."""
 
@@ -100,13 +112,25 @@ class ComeraConfig(QuantizationConfigMixin):
                         f"factor_pattern[{pattern!r}][{side!r}]={factors!r} is needed as a list of factors, for "
                         "example [12, 8, 8]."
                     )
-        if isinstance(self.target_modules, list | tuple | set) and not self.target_modules:
-            raise ValueError("target_modules=[] selects nothing. Use None for the defaults of the architecture.")
+        check_storage(self.storage)
+        if isinstance(self.target_modules, list | tuple | set) and not self.target_modules and not self.packs:
+            raise ValueError(
+                "target_modules=[] selects nothing. Use None for the defaults of the architecture. For a dense model "
+                'that is only stored smaller, add storage="int8".'
+            )
+
+    @property
+    def packs(self) -> bool:
+        """Whether some weights may be stored as integers."""
+        values = self.storage.values() if isinstance(self.storage, Mapping) else [self.storage or "float"]
+        return any(STORAGES[value] for value in values)
 
     @property
     def format_version(self) -> int:
         """The lowest version of the checkpoint format that has all of these settings."""
         recorded = (self.layers or {}).values()
+        if self.packs:
+            return 5
         if self.embedding_width is not None or any(entry.get("kind") == "factorized_embedding" for entry in recorded):
             return 4
         return 3 if any(entry.get("rank_gates") or 0 in entry.get("ranks", ()) for entry in recorded) else 1
@@ -146,6 +170,8 @@ class ComeraConfig(QuantizationConfigMixin):
         for name in ("embedding_num_factors", "embedding_width"):  # older releases take no None for the first
             if values[name] is None:
                 del values[name]
+        if not self.packs:  # older releases read the checkpoint
+            del values["storage"]
         if isinstance(self.target_modules, tuple | set):
             values["target_modules"] = sorted(self.target_modules)
         return {**values, "format_version": self.format_version}
@@ -181,6 +207,29 @@ def _check_patterns(name: str, value: Any, example: str) -> None:
             f"{name}={value!r} is needed as a dictionary of patterns for names of layers, for example "
             f"{name}={example}."
         )
+
+
+def check_storage(value: Any) -> None:
+    """Refuse what is no setting of ``storage``.
+
+    Raises:
+        ValueError: With the value, and one that works.
+    """
+    patterns = value if isinstance(value, Mapping) else {}
+    values = list(patterns.values()) if isinstance(value, Mapping) else [] if value is None else [value]
+    if all(isinstance(one, str) and one in STORAGES for one in values) and all(map(_is_pattern, patterns)):
+        return
+    raise ValueError(
+        f"storage={value!r} is needed as {', '.join(map(repr, STORAGES))}, or a dictionary of patterns for names of "
+        f'layers with one of these each, for example storage={{"word_embeddings": "int4", "{OTHERS}": "int8"}}.'
+    )
+
+
+def _is_pattern(pattern: Any) -> bool:
+    try:
+        return isinstance(pattern, str) and (pattern == OTHERS or re.compile(pattern) is not None)
+    except re.error:
+        return False
 
 
 def _check_positive(name: str, value: Any) -> None:

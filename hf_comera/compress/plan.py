@@ -253,7 +253,7 @@ def _recorded_layers(model: nn.Module, recorded: dict[str, dict[str, Any]]) -> l
         here = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in modules), None)
         if here is not None:  # else a head of the saved model that this class does not have
             layers.append(_recorded_layer(here, modules[here], entry))
-    if not layers:
+    if recorded and not layers:
         raise ValueError(
             f"None of the compressed layers of this checkpoint ({', '.join(list(recorded)[:3])}, ...) exists in "
             f"{type(model).__name__}. Load it with the class that saved it."

@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from hf_comera.compress.selection import COMPRESSIBLE_TYPES
+from hf_comera.compress.storage import stored_bytes
 from hf_comera.modules import CompressedLayer, TensorTrainModule, compressed_layers
 
 __all__ = [
@@ -39,6 +40,8 @@ class SizeReport:
     """Entries of the dense weights that the compressed layers stand for."""
     compressed_parameters: int
     """Entries of all cores, and of the tables and projections of factorized embeddings."""
+    stored_bytes: int
+    """Of the parameters in a checkpoint, which may store them in int8 or int4; else the same as ``bytes``."""
     gate_parameters: int = 0
     """Entries of all rank gates, which are gone when training ends; the dense model has none."""
 
@@ -54,8 +57,9 @@ class SizeReport:
 
     def __str__(self) -> str:
         """One line for logs."""
+        stored = "" if self.stored_bytes == self.bytes else f", stored in {_megabytes(self.stored_bytes)}"
         return (
-            f"parameters: {self.parameters:,} ({_megabytes(self.bytes)}), dense: {self.dense_parameters:,} "
+            f"parameters: {self.parameters:,} ({_megabytes(self.bytes)}{stored}), dense: {self.dense_parameters:,} "
             f"({_megabytes(self.dense_bytes)}), ratio {self.ratio:.1f}x; compressed layers: "
             f"{self.compressed_parameters:,} for {self.compressed_dense_parameters:,}, {self.compressed_ratio:.1f}x; "
             f"trainable: {self.trainable_parameters:,} ({self.trainable_parameters / max(self.parameters, 1):.1%})"
@@ -71,6 +75,7 @@ def size_report(model: nn.Module) -> SizeReport:
     gates = sum(gate.numel() for module in layers for gate in module.rank_gates())
     own_bytes = sum(p.numel() * p.element_size() for module in layers for p in module.tt_parameters())
     dense_bytes = sum(module.num_dense_parameters * module.cores()[0].element_size() for module in layers)
+    config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     total, total_bytes = sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
     return SizeReport(
         dense_parameters=total - compressed - gates + dense,
@@ -78,6 +83,7 @@ def size_report(model: nn.Module) -> SizeReport:
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         dense_bytes=total_bytes - own_bytes + dense_bytes,
         bytes=total_bytes,
+        stored_bytes=stored_bytes(model, config.storage) if getattr(config, "packs", False) else total_bytes,
         compressed_dense_parameters=dense,
         compressed_parameters=compressed,
         gate_parameters=gates,
@@ -251,10 +257,13 @@ def dense_parts(model: nn.Module) -> list[DensePart]:
 
 
 def warn_if_mostly_dense(model: nn.Module) -> None:
-    """Say so where less than half of the parameters is in compressed layers, with the largest parts that are not."""
+    """Say so where less than half of the parameters is in compressed layers, with the largest parts that are not.
+
+    A dense model that is only stored smaller has none, as was asked for.
+    """
     report = size_report(model)
     share = report.compressed_dense_parameters / max(report.dense_parameters, 1)
-    if share >= SMALLEST_COMPRESSED_SHARE:
+    if share >= SMALLEST_COMPRESSED_SHARE or not report.compressed_parameters:
         return
     listed = [
         f"{part.parameters / report.dense_parameters:.0%} {part.pattern} ({part.reason})"

@@ -97,11 +97,13 @@ def select_layers(model: Any, config: ComeraConfig) -> list[str]:
 
     Raises:
         ValueError: If an entry of ``target_modules`` or ``exclude_modules`` matches nothing, matches only layers that
-            cannot be compressed, or nothing at all is selected.
+            cannot be compressed, or nothing at all is selected, unless ``target_modules`` is empty.
     """
     types = {name: type(module) for name, module in model.named_modules() if name}
     layers = [name for name, kind in types.items() if kind in COMPRESSIBLE_TYPES and _has_entries(model, name)]
     _check_exclusions(config, types)
+    if not isinstance(config.target_modules, str | None) and not config.target_modules:
+        return []  # a dense model that is only stored smaller
     if config.target_modules is None:
         selected = _default_layers(model, config, layers)
     elif config.target_modules == ALL_LINEAR:

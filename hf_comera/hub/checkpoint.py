@@ -10,6 +10,7 @@ is loaded. The error names the files that are still to be moved.
 
 import contextlib
 import errno
+import math
 import os
 import re
 import secrets
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,12 +31,14 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.record import record_digest
+from hf_comera.ops.quantization import check_packed
 
 __all__ = [
     "NOTICE",
     "RECORDS",
     "SAVE_ID",
     "UNFINISHED",
+    "PackedTensor",
     "StoredLayer",
     "atomic_save",
     "check_checkpoint",
@@ -48,6 +52,9 @@ __all__ = [
 
 FLOATING_POINT = ("F64", "F32", "F16", "BF16")
 """The dtypes of safetensors in which cores and gates are taken."""
+
+PACKED = {"I8": torch.int8, "U8": torch.uint8}
+"""Those of weights that are stored in int8 and in int4, where ``ComeraConfig.storage`` says that there are any."""
 
 PARAMETER = re.compile(r"(.+)\.(core|rank_gate)_(\d+)")
 
@@ -66,7 +73,39 @@ class StoredLayer:
         return len(self.cores), bool(self.gates)
 
 
-def check_checkpoint(files: Sequence[str], config: ComeraConfig) -> None:
+@dataclass(frozen=True)
+class PackedTensor:
+    """A weight in int8 or int4 as the header of its file has it."""
+
+    file: str
+    rows: int
+    widths: tuple[int, ...]
+    """Entries that a row may have: of int4 the last byte, and not the header, says which of two."""
+
+    def check(self, name: str, shape: Sequence[int], *, any_rank: bool) -> None:
+        """Refuse a tensor that cannot be the weight ``name`` of the model.
+
+        Args:
+            name: As the file has it.
+            shape: Of the weight.
+            any_rank: Whether its first and last axis may have other sizes.
+
+        Raises:
+            ValueError: With the file, the name, both shapes and what to do.
+        """
+        inner = math.prod(shape[1:-1])
+        whole = self.rows == shape[0] and math.prod(shape[1:]) in self.widths
+        if whole or (any_rank and inner and any(width % inner == 0 for width in self.widths)):
+            return
+        wanted = ("r", *shape[1:-1], "r") if any_rank else tuple(shape)
+        raise ValueError(
+            f"{self.file}: {name} holds {self.rows} rows of {self.widths[0]} entries in int8 or int4, but the model "
+            f"needs the shape ({', '.join(map(str, wanted))}). The file is damaged or belongs to another config.json: "
+            "copy the whole folder again, or save the model again."
+        )
+
+
+def check_checkpoint(files: Sequence[str], config: ComeraConfig) -> dict[str, PackedTensor]:
     """Refuse files that are damaged, do not belong together, or lack what ``config`` says of them.
 
     Args:
@@ -74,16 +113,20 @@ def check_checkpoint(files: Sequence[str], config: ComeraConfig) -> None:
         config: The settings of the model that is about to be built. It may be a part of a larger one, in whose files
             there are more layers than the record of the part has.
 
+    Returns:
+        The tensors that hold weights in int8 or int4, by the names that they have there.
+
     Raises:
         ValueError: With the file, the layer, what was found and what to do.
     """
-    if not config.layers:
+    stored = read_layers(files, packs=config.packs)
+    if not config.layers and (config.layers is None or stored or not config.packs):
         raise ValueError(
             f"{files[0]}: config.json says quant_method='comera', but its quantization_config.layers names no "
             "compressed layer. Restore the config.json that was saved with these weights."
         )
     _check_saves(files, config)
-    recorded, stored = _with_cores(config.layers), read_layers(files)
+    recorded = _with_cores(config.layers)
     if recorded and not stored:
         raise ValueError(
             f"{files[0]} holds no tensor-train cores, though config.json says quant_method='comera'. Restore the "
@@ -92,7 +135,7 @@ def check_checkpoint(files: Sequence[str], config: ComeraConfig) -> None:
     for name, layer in stored.items():
         _check_numbers(name, layer)
     if not Counter(recorded.values()) - Counter(layer.form for layer in stored.values()):
-        return
+        return _packed_tensors(files) if config.packs else {}
     # names in the file may be older than those in the record: where they are, a layer can be named of one side only
     suspects = [name for name, form in recorded.items() if name in stored and stored[name].form != form]
     name = next(iter(suspects or [name for name in recorded if name not in stored] or recorded))
@@ -122,8 +165,40 @@ def is_dense_checkpoint(files: Sequence[str]) -> bool:
     return bool(files)
 
 
-def read_layers(files: Sequence[str]) -> dict[str, StoredLayer]:
+def _packed_tensors(files: Sequence[str]) -> dict[str, PackedTensor]:
+    """The tensors that hold weights in int8 or int4.
+
+    Raises:
+        ValueError: If one has a shape that none of them has.
+    """
+    found = {}
+    for file in files:
+        with _opened(file) as checkpoint:
+            for key in checkpoint.keys():
+                tensor = checkpoint.get_slice(key)
+                if tensor.get_dtype() in PACKED:
+                    width = _check_packed(file, key, tensor.get_dtype(), tensor.get_shape())
+                    widths = (width,) if tensor.get_dtype() == "I8" else (width, width - 1)
+                    found[key] = PackedTensor(str(file), tensor.get_shape()[0], widths)
+    return found
+
+
+def _check_packed(file: str, key: str, dtype: str, shape: list[int]) -> int:
+    try:
+        return check_packed(PACKED[dtype], shape)
+    except ValueError as error:
+        raise ValueError(
+            f"{file}: {key} has dtype {dtype} and shape {tuple(shape)}, in which no weight is stored: {error}. The "
+            "file is damaged or was changed; copy it again, or save the model again."
+        ) from error
+
+
+def read_layers(files: Sequence[str], *, packs: bool = False) -> dict[str, StoredLayer]:
     """All layers that have cores or gates in ``files``, by the names they have there.
+
+    Args:
+        files: Paths of the weight files.
+        packs: Whether cores may be stored in int8 or int4.
 
     Raises:
         ValueError: If a file cannot be read, or a core or gate is not what one can be.
@@ -134,7 +209,8 @@ def read_layers(files: Sequence[str]) -> dict[str, StoredLayer]:
             for key in checkpoint.keys():
                 if found := PARAMETER.fullmatch(key):
                     tensor = checkpoint.get_slice(key)
-                    _check_tensor(file, key, tensor.get_dtype(), tensor.get_shape())
+                    if not (packs and tensor.get_dtype() in PACKED):  # these are checked with all that is packed
+                        _check_tensor(file, key, tensor.get_dtype(), tensor.get_shape())
                     layer = layers.setdefault(found[1], StoredLayer(str(file)))
                     (layer.cores if found[2] == "core" else layer.gates).append(int(found[3]))
     return layers

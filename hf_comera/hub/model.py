@@ -4,12 +4,15 @@ The model is never wrapped. Its class becomes a subclass of its own class, under
 Transformers still works on it and ``super()`` is the original.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_comera.compress import reports
-from hf_comera.compress.config import ComeraConfig
+from hf_comera.compress.config import ComeraConfig, check_storage
 from hf_comera.compress.plan import CompressionPlan, LayerPlan
 from hf_comera.compress.record import check_record, record_digest
 from hf_comera.compress.reports import RankReport, rank_report, size_report
+from hf_comera.compress.storage import check_storage_names, packed_state, unpack_state
 from hf_comera.compress.surgery import merge_model
 from hf_comera.hub.checkpoint import NOTICE, RECORDS, SAVE_ID, atomic_save, new_save_id, stamped
 from hf_comera.memory import ActivationPolicy, set_activation_policy
@@ -40,6 +44,9 @@ __all__ = ["ComeraModel", "adopt_parts", "attach", "compressed_parts", "is_comer
 
 TAGS = ["comera", "tensor-train"]
 """How the Hub can find compressed models."""
+
+TRAINING_CHECKPOINT = re.compile(r"checkpoint-\d+")
+"""How the Trainer of Transformers names the folders that it resumes from."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,21 +70,71 @@ class ComeraModel(_OwnClass):
         save_directory: str | os.PathLike[str],
         is_main_process: bool = True,
         state_dict: dict[str, Tensor] | None = None,
+        *,
+        storage: str | dict[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
         """Save compact safetensors and ``config.json``; nothing in the folder changes before all is written.
+
+        Weights are stored as ``storage`` says, or else ``ComeraConfig.storage``: as int8 or int4, or as they are. Such
+        a checkpoint loads as any other. Saved again in the same dtype, it has the same bytes. Folders named
+        ``checkpoint-<step>`` keep the weights as they are unless ``storage`` is given: training resumes from them.
 
         The file also holds an empty tensor under the name of every dense weight. Transformers without hf_comera, and
         classes for a part of the model, would otherwise load random weights with a mere warning; so they raise for a
         size mismatch. The name of one more empty tensor says what to import.
 
+        Args:
+            save_directory: Made if missing.
+            is_main_process: Whether this process writes.
+            state_dict: The tensors to save, where they are not those of this object.
+            storage: For this checkpoint alone: a value of ``ComeraConfig.storage``.
+            **kwargs: Of Transformers' ``save_pretrained``.
+
         Raises:
-            ValueError: If a tied head or embedding computes with an embedding that is not in the model.
+            ValueError: If a tied head or embedding computes with an embedding that is not in the model; if ``storage``
+                is none, or a weight cannot be stored so.
             OSError: If the folder cannot be written; the checkpoint that is there stays whole.
         """
         _check_ties(self)
+        with _storage_of_one_save(self, storage):
+            self._save(
+                save_directory, is_main_process, state_dict, packs=self._packs(save_directory, storage), **kwargs
+            )
+
+    def _refuse_plain_floats(self) -> None:
+        """A model that has nothing but its storage, and is not to have that, is no compressed model."""
+        config = self.config.quantization_config
+        if not config.layers and not config.packs:
+            raise ValueError(
+                f"This {type(self).__name__} has no compressed layer, so with weights as they are it is an ordinary "
+                "model: model.merge_and_unload().save_pretrained(folder)."
+            )
+
+    def _packs(self, save_directory: str | os.PathLike[str], storage: Any) -> bool:
+        """Whether weights are stored as integers in this folder; adapters of PEFT, saved alone, never are."""
+        resumed = storage is None and TRAINING_CHECKPOINT.fullmatch(Path(save_directory).name)
+        adapters = getattr(self, "_hf_peft_config_loaded", False)
+        return self.config.quantization_config.packs and not resumed and not adapters
+
+    def _save(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool,
+        state_dict: dict[str, Tensor] | None,
+        packs: bool,
+        **kwargs: Any,
+    ) -> None:
         _record_all_layers(self)
+        self._refuse_plain_floats()
         state_dict = dict(self.state_dict() if state_dict is None else state_dict)
+        if packs and kwargs.get("distributed_checkpoint"):
+            raise ValueError(
+                "distributed_checkpoint=True writes parts of tensors, and only whole weights are stored in int8 or "
+                'int4. Leave it out, or save with storage="float".'
+            )
+        if packs and is_main_process:
+            state_dict = packed_state(self, state_dict, self.config.quantization_config.storage)
         guards = (NOTICE, *guard_keys(self.config.quantization_config))
         state_dict |= {key: torch.empty(0, dtype=self.dtype) for key in guards}
         # conversions to the names of an original release split, join and rename dense weights; cores would be lost
@@ -160,13 +217,37 @@ class ComeraModel(_OwnClass):
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """The empty tensor that says what to import is no part of the state."""
+        """Of a file, the empty tensor that says what to import is no part of the state, and weights may be packed."""
         state_dict.pop(prefix + NOTICE, None)
+        unpack_state(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle and deep-copy through the model's own class, since the subclass has no importable name."""
         return _new_instance, (self._dense_class,), self.__dict__.copy()
+
+
+@contextlib.contextmanager
+def _storage_of_one_save(model: PreTrainedModel, storage: Any) -> Iterator[None]:
+    """Within, ``storage``, if given, is that of the configs of ``model`` and its parts.
+
+    Raises:
+        ValueError: If it is none, or a pattern matches no layer.
+    """
+    if storage is None:
+        yield
+        return
+    check_storage(storage)
+    check_storage_names(model, storage)
+    configs = [part.config.quantization_config for part in _marked(model)]
+    before = [config.storage for config in configs]
+    try:
+        for config in configs:
+            config.storage = storage
+        yield
+    finally:
+        for config, setting in zip(configs, before, strict=True):
+            config.storage = setting
 
 
 def is_comera_model(model: Any) -> bool:
@@ -179,10 +260,15 @@ def attach(model: PreTrainedModel, config: ComeraConfig, errors: dict[str, float
 
     Transformers refuses to train, cast or save "quantized" models in several places; this one is an ordinary model
     that merely carries its config for the next load.
+
+    Raises:
+        ValueError: If a pattern of a new config's ``storage`` matches no layer.
     """
     for name in ("hf_quantizer", "quantization_method"):
         model.__dict__.pop(name, None)
     model.is_quantized = False  # type: ignore[assignment]
+    if config.layers is None:  # a new one, not that of a checkpoint, of which this may be a part
+        check_storage_names(model, config.storage)
     _own_config(model)
     layers = {**(config.layers or {}), **{name: {"error": error} for name, error in (errors or {}).items()}}
     _mark(model, dataclasses.replace(config, layers=layers))

@@ -27,11 +27,13 @@ from transformers.quantizers.base import HfQuantizer
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.plan import CompressionPlan, plan
 from hf_comera.compress.reports import warn_if_mostly_dense
+from hf_comera.compress.storage import unpacked
 from hf_comera.compress.surgery import decompose_layer, link_tied, replace_layers, untie
-from hf_comera.hub.checkpoint import NOTICE, check_checkpoint, is_dense_checkpoint
+from hf_comera.hub.checkpoint import NOTICE, PackedTensor, check_checkpoint, is_dense_checkpoint
 from hf_comera.hub.model import adopt_parts, attach, guard_keys
 from hf_comera.modules import CompressedLayer, TensorTrainModule, TiedHead
 from hf_comera.modules.base import edits_left_out
+from hf_comera.ops.quantization import PACKED_DTYPES
 
 __all__ = ["ComeraQuantizer", "register"]
 
@@ -56,6 +58,8 @@ class ComeraQuantizer(HfQuantizer):
         self.missing: list[nn.Module] = []
         self.load_dtype: torch.dtype | None = None
         self.shapes: dict[str, torch.Size] = {}
+        self.packed: dict[str, PackedTensor] | None = None
+        """Weights in int8 or int4, by the names that the files have; None where a state was handed over."""
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The only place where the dtype of the load is told."""
@@ -69,7 +73,7 @@ class ComeraQuantizer(HfQuantizer):
             adopt_parts(model, self.quantization_config)
             self.is_dense = is_dense_checkpoint(checkpoint_files or ())
             if not self.is_dense and checkpoint_files:  # there are none where a state was handed over
-                check_checkpoint(checkpoint_files, self.quantization_config)
+                self.packed = check_checkpoint(checkpoint_files, self.quantization_config)
         self.plan = plan(model, self.quantization_config)
         for part in _parts(model):
             part.__dict__["_initialize_weights"] = types.MethodType(_initialize_weights(self, model), part)
@@ -79,13 +83,14 @@ class ComeraQuantizer(HfQuantizer):
             replace_layers(model, self.plan, device="meta")
             _keep_gates_exact(model)
             _ignore(model, (NOTICE, *guard_keys(self.quantization_config)))
+            _check_packed_shapes(model, self.packed or {})
             self.shapes = {name: p.shape for name, p in model.named_parameters() if not _is_train_parameter(name)}
         else:
             untie(model, self.plan.ties)
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Expect the names that conversions give to the empty tensors, too."""
+        """Unpack weights that are stored in int8 or int4; expect the names that conversions give to empty tensors."""
         model = args[0] if args else kwargs.get("model")  # earlier releases of Transformers do not tell it
         if self.pre_quantized and not self.is_dense and model is not None:
             conversions = copy.deepcopy(weight_conversions)  # each notes whether it was used
@@ -93,7 +98,20 @@ class ComeraQuantizer(HfQuantizer):
             converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
             keys = guard_keys(self.quantization_config)
             _ignore(model, [rename_source_key(key, renamings, converters)[0] for key in keys])
+        if self.pre_quantized and not self.is_dense and self.quantization_config.packs:
+            weight_conversions = self._with_unpacking(weight_conversions)
         return super().update_weight_conversions(weight_conversions, *args, **kwargs)
+
+    def _with_unpacking(self, weight_conversions: list[Any]) -> list[Any]:
+        """``weight_conversions``, and before them one for the packed tensors, or behind them one for all tensors."""
+        if self.packed is None:
+            return [*weight_conversions, WeightConverter([r"^(.+)$"], [r"\1"], [_Unpack(self)])]
+        renamings = [entry for entry in copy.deepcopy(weight_conversions) if isinstance(entry, WeightRenaming)]
+        names = sorted({rename_source_key(name, renamings, [])[0] for name in self.packed})
+        if not names:
+            return weight_conversions
+        pattern = "|".join(map(re.escape, names))
+        return [WeightConverter([rf"^({pattern})$"], [r"\1"], [_Unpack(self)]), *weight_conversions]
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Dense weights that are to be decomposed; of a compressed file the cores, whose ranks the file decides."""
@@ -111,6 +129,7 @@ class ComeraQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for part in _parts(model):
             part.__dict__.pop("_initialize_weights", None)
+        _forget_unpacking(model)
         self._refuse_missing(model)
         if self.is_dense:
             return self._leave_dense(model)
@@ -220,6 +239,25 @@ class _Decompose(ConversionOps):
         return {}
 
 
+class _Unpack(ConversionOps):
+    """Turns a weight in int8 or int4 rows into the floating-point numbers that it stands for; leaves all else."""
+
+    def __init__(self, quantizer: ComeraQuantizer) -> None:
+        self.load_dtype = quantizer.load_dtype
+
+    def convert(
+        self, input_dict: dict[str, Any], *, full_layer_name: str, model: PreTrainedModel, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Unpack the one tensor in ``input_dict``."""
+        (value,) = input_dict.values()
+        tensor = value[0] if isinstance(value, list) else value
+        like = model.get_parameter_or_buffer(full_layer_name)
+        if tensor.dtype in PACKED_DTYPES and like.is_floating_point():
+            exact = any(re.search(key, full_layer_name) for key in _kept_in_float32(model, self.load_dtype))
+            tensor = unpacked(full_layer_name, tensor, like, torch.float32 if exact else self.load_dtype)
+        return {full_layer_name: tensor}
+
+
 def register() -> None:
     """Make ``comera`` known to Transformers; a second call (a reload of the package) replaces the first."""
     AUTO_QUANTIZATION_CONFIG_MAPPING.pop("comera", None)
@@ -279,6 +317,37 @@ def _ignore(model: PreTrainedModel, keys: Iterable[str]) -> None:
     model._keys_to_ignore_on_load_unexpected = kept | {rf"^{re.escape(name)}(\.|$)" for name in names}
 
 
+def _check_packed_shapes(model: PreTrainedModel, packed: dict[str, PackedTensor]) -> None:
+    """Refuse packed tensors of other shapes before a weight is read; those that get another name are met later."""
+    prefix = getattr(model, "base_model_prefix", "") + "."
+    shapes = {name: tensor.shape for name, tensor in model.named_parameters(remove_duplicate=False)}
+    for key, tensor in packed.items():
+        for name in (key, key.removeprefix(prefix), prefix + key):
+            if name in shapes:
+                tensor.check(key, shapes[name], any_rank=_is_train_parameter(name))
+                break
+
+
+def _forget_unpacking(model: PreTrainedModel) -> None:
+    """Saving would reverse it; packing is no part of that.
+
+    Raises:
+        ValueError: If a conversion of the architecture kept a packed weight from being unpacked.
+    """
+    if getattr(model, "_weight_conversions", None):
+        model._weight_conversions = [entry for entry in model._weight_conversions if not _unpacks(entry)]
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in PACKED_DTYPES:
+            raise ValueError(
+                f"{name} is stored in int8 or int4, and its name is not that of this model in this release of "
+                'Transformers. Load it with the release that saved it, and save it with storage="float".'
+            )
+
+
+def _unpacks(conversion: Any) -> bool:
+    return any(isinstance(operation, _Unpack) for operation in getattr(conversion, "operations", ()))
+
+
 def _check_bonds(model: nn.Module) -> None:
     """Cores come from the file with any rank; neighbours must agree, and factors must be those of the config."""
     for name, module in model.named_modules():
@@ -326,7 +395,12 @@ def _freeze_removed(model: nn.Module) -> None:
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Early releases that we support (5.17) leave keys that they rename in the dtype of the file."""
-    keep = [key.replace(".", r"\.") for key in model._get_dtype_plan(dtype)]
+    keep = _kept_in_float32(model, dtype)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not parameter.is_meta and not any(re.search(key, name) for key in keep):
             parameter.data = parameter.data.to(dtype)
+
+
+def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype | None) -> list[str]:
+    """Expressions for parameters that an architecture wants in float32, whatever the model is loaded in."""
+    return [key.replace(".", r"\.") for key in model._get_dtype_plan(dtype)]

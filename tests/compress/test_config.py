@@ -30,6 +30,9 @@ LAYER = {"kind": "tt_linear", "in_factors": [4], "out_factors": [6], "ranks": [2
         ({"layers": {"q": LAYER}}, 1),
         ({"layers": {"q": {**LAYER, "ranks": [0]}}}, 3),
         ({"layers": {"q": {**LAYER, "rank_gates": True}}}, 3),
+        ({"embedding_width": 8}, 4),
+        ({"storage": "int8", "embedding_width": 8}, 5),
+        ({"storage": {"query": "int4", "*": "float"}, "layers": {}}, 5),
     ],
 )
 def test_the_lowest_format_that_can_say_it_is_written(settings, version):
@@ -74,7 +77,7 @@ def test_a_checkpoint_with_a_rank_activation_is_refused(recorded, place):
 
 
 def test_a_newer_format_is_refused():
-    with pytest.raises(ValueError, match=r"format_version=99, but this release reads up to 4. Install a newer"):
+    with pytest.raises(ValueError, match=r"format_version=99, but this release reads up to 5. Install a newer"):
         ComeraConfig.from_dict({"rank": 8, "format_version": 99})
 
 
@@ -98,7 +101,9 @@ def test_a_misspelled_setting_raises():
         ({"factor_pattern": {"q": {"inputs": [3, 4]}}}, "in_factors, out_factors or both"),
         ({"rank_activation": "silu"}, "rank_activation='silu' was removed: .* learned no better.* Leave it out"),
         ({"rank_activation": False}, "rank_activation=False was removed"),
-        ({"target_modules": []}, r"target_modules=\[\] selects nothing"),
+        ({"target_modules": []}, r"target_modules=\[\] selects nothing.*storage=.int8"),
+        ({"target_modules": [], "storage": {"*": "float"}}, r"target_modules=\[\] selects nothing"),
+        ({"storage": "int16"}, "storage='int16' is needed as 'float', 'int8', 'int4', or a dictionary"),
     ],
 )
 def test_bad_settings_raise(settings, message):

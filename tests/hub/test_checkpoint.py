@@ -207,6 +207,66 @@ def test_recorded_gates_that_the_file_lacks_are_missed(tmp_path):
         load(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def saved_in_int8_and_int4(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stored")
+    new_model(storage={"query": "int4", "*": "int8"}, rank_pattern={"query": 8, "key": 8}).save_pretrained(folder)
+    return folder
+
+
+POSITIONS = "bert.embeddings.position_embeddings.weight"
+
+
+def edit_packed(name, edit):
+    return lambda tensors: tensors.update({name: edit(tensors[name]).contiguous()})
+
+
+CORE, KEY_CORE = f"{QUERY}.core_2", f"{QUERY.replace('query', 'key')}.core_2"
+"""In int4, and in int8."""
+
+PACKED_DAMAGE = {
+    "core-without-scales": (edit_packed(CORE, lambda t: t[:, :-2]), f"cores of '{QUERY}' .* do not fit"),
+    "core-cut-in-a-row": (edit_packed(CORE, lambda t: t[:, :1]), "U8 and shape .* 1 bytes are no packed"),
+    "core-of-8-bits-cut": (edit_packed(KEY_CORE, lambda t: t[:, :2]), "I8 and shape .* 2 bytes are no packed"),
+    "core-of-other-factors": (edit_packed(KEY_CORE, lambda t: t[:, 1:]), rf"{KEY_CORE} holds .* needs .* \(r, 2, r\)"),
+    "core-of-fewer-rows": (edit_packed(KEY_CORE, lambda t: t[1:]), "do not fit together"),
+    "flat-core": (edit_packed(CORE, torch.flatten), rf"{CORE} has dtype U8 and shape \(\d+,\), in which no"),
+    "scalar-core": (edit_packed(CORE, lambda t: t[0, 0]), r"shape \(\), in which no weight"),
+    "core-of-three-axes": (edit_packed(CORE, lambda t: t[None]), "in which no weight is stored"),
+    "core-of-32-bits": (edit_packed(CORE, lambda t: t.int()), "has dtype I32"),
+    "core-of-two-axes": (edit_packed(CORE, lambda t: t.float()), "is needed with 3 or 4 axes"),
+    "packed-gate": (lambda t: t.update({f"{QUERY}.rank_gate_0": torch.ones(3, dtype=torch.int8)}), "rank_gate"),
+    "core-gone": (lambda t: t.pop(CORE), "lacks core_2"),
+    "leftover-without-scales": (edit_packed(POSITIONS, lambda t: t[:, :-2]), f"{POSITIONS} holds 16 rows of 14"),
+    "leftover-of-fewer-rows": (edit_packed(POSITIONS, lambda t: t[1:]), r"holds 15 rows of 16 .*\(16, 16\)"),
+    "leftover-in-other-bits": (edit_packed(POSITIONS, lambda t: t.view(torch.uint8)), f"{POSITIONS} holds 16 rows of"),
+    "flat-leftover": (edit_packed(POSITIONS, torch.flatten), rf"{POSITIONS} has dtype I8 and shape \(288,\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("edit", "message"), PACKED_DAMAGE.values(), ids=PACKED_DAMAGE.keys())
+def test_damaged_tensors_in_int8_and_int4_are_refused_by_name(saved_in_int8_and_int4, tmp_path, edit, message):
+    folder = Path(shutil.copytree(saved_in_int8_and_int4, tmp_path / "checkpoint"))
+    edit_tensors(folder, edit)
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_tensors_in_int8_are_refused_where_the_config_tells_of_none(saved_in_int8_and_int4, tmp_path):
+    folder = Path(shutil.copytree(saved_in_int8_and_int4, tmp_path / "checkpoint"))
+    edit_config(folder, lambda settings: settings.pop("storage"))
+    with pytest.raises(ValueError, match=r"has dtype [IU]8, but cores and gates are floating-point"):
+        load(folder)
+
+
+def test_an_int8_file_cut_short_is_refused(saved_in_int8_and_int4, tmp_path):
+    folder = Path(shutil.copytree(saved_in_int8_and_int4, tmp_path / "checkpoint"))
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="truncated or damaged"):
+        load(folder)
+
+
 def entry(**changes):
     return lambda settings: settings["layers"][QUERY].update(changes)
 
@@ -255,6 +315,8 @@ RECORD_DAMAGE = {
     "targets-are-a-number": lambda s: s.update(target_modules=3),
     "targets-are-numbers": lambda s: s.update(target_modules=[3, 4]),
     "rank-activation": lambda s: s.update(rank_activation="silu", format_version=2),
+    "storage-is-a-number": lambda s: s.update(storage=8),
+    "storage-has-another-name": lambda s: s.update(storage={"*": "int3"}),
     "format-is-negative": lambda s: s.update(format_version=-5),
     "format-is-zero": lambda s: s.update(format_version=0),
     "format-is-true": lambda s: s.update(format_version=True),
