@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from hf_comera.cli.layer_table import layer_table, plan_as_json, size_line
+from hf_comera.cli.layer_table import layer_table, plan_as_json, short_count, size_line
 from hf_comera.cli.options import (
     AsJson,
     ClassName,
@@ -18,13 +18,14 @@ from hf_comera.cli.options import (
     Overwrite,
     Rank,
     RankPattern,
+    Storage,
     Target,
     check_folder,
     print_json,
     settings_of,
 )
 from hf_comera.cli.refusals import note
-from hf_comera.compress import ComeraConfig, CompressionPlan
+from hf_comera.compress import ComeraConfig, CompressionPlan, size_report
 from hf_comera.hub.source import find_model
 
 __all__ = ["compress_command"]
@@ -41,6 +42,7 @@ def compress_command(
     target: Target = None,
     exclude: Exclude = None,
     rank_of: RankPattern = None,
+    storage: Storage = None,
     class_name: ClassName = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -51,6 +53,8 @@ def compress_command(
     decomposition loses. Expect large ones: trained matrices are not of low rank, so train the result before using it.
 
     Example: hf-comera compress FacebookAI/roberta-base roberta-tt --rank 64 --exclude word_embeddings
+
+    Example: hf-comera compress roberta roberta-tt --storage int8 --storage word_embeddings=int4
     """
     settings = settings_of(context)
     source = find_model(dense, class_name)
@@ -67,7 +71,8 @@ def compress_command(
     else:
         console = Console(highlight=False)
         console.print(layer_table(found, f"{type(model).__name__}, decomposed"))
-        console.print(f"{out}: {size_line(found)}.", markup=False)
+        stored = size_report(model).stored_bytes
+        console.print(f"{out}: {size_line(found)}; {short_count(stored)}B of weights.", markup=False)
     note(_warning(found))
 
 

@@ -41,7 +41,8 @@ def inspect_command(
         console.print("- its ranks were being trained: there are rank gates on the bonds", markup=False)
     for name, value in found.provenance.items():
         if value is not None:
-            shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+            items = [f"{key}={one}" for key, one in value.items()] if isinstance(value, dict) else value
+            shown = ", ".join(map(str, items)) if isinstance(items, list) else items
             console.print(f"- {name.replace('_', ' ')}: {shown}", markup=False)
     if picture is not None:
         console.print(f"- picture of the ranks: {picture}", markup=False)

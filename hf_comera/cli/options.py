@@ -10,6 +10,7 @@ import typer
 from transformers import PreTrainedModel
 
 from hf_comera.compress import ComeraConfig
+from hf_comera.compress.config import OTHERS
 from hf_comera.hub.source import ModelSource
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Overwrite",
     "Rank",
     "RankPattern",
+    "Storage",
     "Target",
     "autocast_dtype",
     "batch_sizes",
@@ -78,6 +80,14 @@ RankPattern = Annotated[
         "--rank-of", metavar="NAME=N", help="Rank of particular layers, such as query=8.", rich_help_panel=WHAT
     ),
 ]
+Storage = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KIND",
+        help="Store weights as int8 or int4 rows, with scales; or NAME=KIND for particular layers, repeated.",
+        rich_help_panel=WHAT,
+    ),
+]
 Batch = Annotated[str, typer.Option("--batch", "-b", metavar="ROWSxTOKENS", help="Such as 8x512.")]
 Autocast = Annotated[str | None, typer.Option(metavar="DTYPE", help="bf16 or fp16, where training will use autocast.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs, and nothing else.")]
@@ -101,6 +111,7 @@ def settings_of(context: typer.Context) -> dict[str, Any]:
         "target_modules": _names(options["target"]),
         "exclude_modules": _names(options["exclude"]),
         "rank_pattern": dict(map(_rank_of, options["rank_of"])) if options["rank_of"] else None,
+        "storage": _storage(options.get("storage")),  # of those that write a model
     }
     return {name: value for name, value in given.items() if value is not None}
 
@@ -185,6 +196,20 @@ def _names(given: list[str] | None) -> list[str] | str | None:
     if given and len(given) == 1 and (given[0] == "all-linear" or REGULAR_EXPRESSION.search(given[0])):
         return given[0]
     return list(given) if given else None
+
+
+def _storage(given: list[str] | None) -> str | dict[str, str] | None:
+    """One kind, or a dictionary of patterns, in which a kind without a name is that of all others."""
+    if not given:
+        return None
+    pairs = [text.rpartition("=") for text in given]
+    kinds = {name if sign else OTHERS: kind for name, sign, kind in pairs}
+    if len(kinds) < len(given) or not all(kinds):
+        raise ValueError(
+            f"--storage {' --storage '.join(given)} says two things of the same layers, or names none. Needed are "
+            "different names: --storage int8 --storage word_embeddings=int4."
+        )
+    return kinds[OTHERS] if list(kinds) == [OTHERS] else kinds
 
 
 def _rank_of(text: str) -> tuple[str, int]:

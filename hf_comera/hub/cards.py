@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.modelcard import TrainingSummary
 
 from hf_comera.compress.reports import SizeReport, size_report
+from hf_comera.compress.storage import storage_bits
 from hf_comera.hub.model import TAGS, is_comera_model
 
 __all__ = [
@@ -253,7 +254,7 @@ def _save_id(folder: Path) -> str | None:
 
 def _measured_fields(model: Any) -> dict[str, Any]:
     """Sizes and ranks, read off the model."""
-    layers = model.comera_plan().layers
+    layers, storage = model.comera_plan().layers, model.config.quantization_config.storage
     kinds = Counter(layer.kind for layer in layers)
     counts = [f"{count} {KIND_NAMES[kind]}{'s' if count > 1 else ''}" for kind, count in sorted(kinds.items())]
     rows = [
@@ -263,6 +264,7 @@ def _measured_fields(model: Any) -> dict[str, Any]:
     ]
     return {
         "layer_summary": " and ".join(counts),
+        "integers": " and ".join(sorted({f"int{bits}" for bits in storage_bits(model, storage).values()})),
         "layers": rows,
         "sizes": _size_rows(size_report(model)),
     }
@@ -271,12 +273,13 @@ def _measured_fields(model: Any) -> dict[str, Any]:
 def _size_rows(report: SizeReport) -> list[dict[str, str]]:
     rows = [
         ("parameters", report.dense_parameters, report.parameters),
-        ("bytes", report.dense_bytes, report.bytes),
+        ("bytes", report.dense_bytes, report.stored_bytes),
         ("parameters of the compressed layers", report.compressed_dense_parameters, report.compressed_parameters),
     ]
     return [
         {"what": what, "dense": f"{dense:,}", "ours": f"{ours:,}", "ratio": f"{dense / ours:.1f}"}
         for what, dense, ours in rows
+        if ours
     ]
 
 

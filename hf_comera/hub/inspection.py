@@ -31,7 +31,7 @@ class CheckpointReport:
     bytes: int
     """Of the weight files."""
     dtypes: tuple[str, ...]
-    """Of the stored tensors, as safetensors names them."""
+    """Of the stored tensors, as safetensors names them: I8 for weights in int8, U8 for those in int4."""
     provenance: dict[str, Any]
     """Versions, the id of the save, what was asked for, and what the model card says."""
 
@@ -81,6 +81,7 @@ def inspect_checkpoint(folder: str | os.PathLike[str]) -> CheckpointReport:
             "transformers_version": source.config.transformers_version,
             "rank": settings.rank,
             "target_modules": chosen["target_modules"],
+            "storage": chosen.get("storage"),
             **_from_card(source.folder / "README.md"),
         },
     )

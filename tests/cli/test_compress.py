@@ -80,3 +80,46 @@ def test_a_save_that_fails_leaves_nothing(checkpoints, tmp_path, call, monkeypat
     assert answer.code == 1
     assert "The model could not be saved" in answer.said
     assert not list(tmp_path.iterdir())
+
+
+STORED = {
+    "int8": (["int8"], "int8"),
+    "a table in int4": (["int8", "word_embeddings=int4"], {"*": "int8", "word_embeddings": "int4"}),
+    "one layer": (["query=int4"], {"query": "int4"}),
+}
+
+
+@pytest.mark.parametrize(("given", "expected"), STORED.values(), ids=STORED.keys())
+def test_storage_goes_into_the_checkpoint_and_is_shown(given, expected, checkpoints, tmp_path, call):
+    options = [part for text in given for part in ("--storage", text)]
+    answer = call("compress", checkpoints / "dense", tmp_path / "out", "--rank", "8", *options)
+    assert answer.code == 0, answer.error
+    assert "B of weights." in answer.out
+    found = call("inspect", tmp_path / "out", "--json").json()
+    assert found["provenance"]["storage"] == expected
+    assert set(found["dtypes"]) & {"I8", "U8"}
+    shown = expected if isinstance(expected, str) else ", ".join(f"{k}={v}" for k, v in sorted(expected.items()))
+    assert f"- storage: {shown}" in call("inspect", tmp_path / "out").out
+    merged = call("merge", tmp_path / "out", tmp_path / "dense", "--json").json()
+    assert merged["bytes"] > found["bytes"]
+    ids = torch.arange(18).view(2, 9)
+    models = [AutoModelForMaskedLM.from_pretrained(tmp_path / name).eval() for name in ("out", "dense")]
+    torch.testing.assert_close(models[0](ids).logits, models[1](ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["int3"], "storage='int3' is needed as 'float', 'int8', 'int4'"),
+        (["int8", "int4"], "says two things of the same layers"),
+        (["=int4"], "or names none"),
+        (["no_such_layer=int4"], "'no_such_layer' matches no layer"),
+    ],
+    ids=str,
+)
+def test_bad_storage_is_refused(given, message, checkpoints, tmp_path, call):
+    options = [part for text in given for part in ("--storage", text)]
+    answer = call("compress", checkpoints / "dense", tmp_path / "out", *options)
+    assert answer.code == 2
+    assert message in answer.said
+    assert not (tmp_path / "out").exists()

@@ -11,6 +11,8 @@ from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
 from hf_comera import ComeraConfig, get_comera_model, is_comera_model, push_to_hub, size_report, write_model_card
 from hf_comera.hub.cards import TASKS
+from hf_comera.hub.source import find_model
+from tests.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[2]
 BERT = {
@@ -257,3 +259,18 @@ def test_the_id_of_the_save_beside_the_card_is_told(model, tmp_path):
 
 def test_the_template_stands_under_model_cards():
     assert (ROOT / "model_cards/template.md").samefile(ROOT / "hf_comera/hub/model_card_template.md")
+
+
+@pytest.mark.parametrize("layers", [None, []], ids=["compressed", "dense"])
+def test_bytes_are_those_of_the_checkpoint_and_its_integers_are_told(layers, tmp_path):
+    settings = ComeraConfig(rank=8, target_modules=layers, storage={"word_embeddings": "int4", "*": "int8"})
+    model = get_comera_model(ARCHITECTURES["bert-mlm"].new_model(), settings)
+    model.save_pretrained(tmp_path)
+    text = write_model_card(model, tmp_path).read_text()
+    report = size_report(model)
+    assert report.stored_bytes < 0.5 * report.bytes
+    ratio = report.dense_bytes / report.stored_bytes
+    assert f"| bytes | {report.dense_bytes:,} | {report.stored_bytes:,} | {ratio:.1f} |" in text
+    assert "rows of int4 and int8 with scales; loaded, they are floating-point numbers." in text
+    assert ("as small factors" in text, "<details>" in text) == ((layers is None,) * 2)
+    assert write_model_card(find_model(str(tmp_path)).compressed_skeleton(), tmp_path).read_text() == text

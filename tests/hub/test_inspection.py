@@ -59,3 +59,13 @@ def test_missing_weights_are_named(saved):
 def test_what_is_no_compressed_folder_is_refused(name, kind, saved):
     with pytest.raises(ValueError, match=f"is {kind}, and the folder of a compressed checkpoint is needed"):
         inspect_checkpoint(saved / name)
+
+
+def test_storage_is_told(tmp_path):
+    storage = {"wte": "int4", "*": "int8"}
+    model = get_comera_model(ARCHITECTURES["gpt2"].new_model(), ComeraConfig(rank=8, storage=storage))
+    model.save_pretrained(tmp_path)
+    found = inspect_checkpoint(tmp_path)
+    assert found.provenance["storage"] == storage
+    assert (found.provenance["format_version"], found.dtypes) == (5, ("F32", "I8", "U8"))
+    assert found.bytes == (tmp_path / "model.safetensors").stat().st_size

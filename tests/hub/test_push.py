@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
 from hf_comera import ComeraConfig, get_comera_model, push_folder, push_to_hub
@@ -32,7 +34,9 @@ from transformers import AutoModelForMaskedLM, BertConfig, PreTrainedTokenizerFa
 import hf_comera
 
 config = BertConfig(**json.loads(sys.argv[2]))
-model = hf_comera.get_comera_model(AutoModelForMaskedLM, hf_comera.ComeraConfig(rank=4), config=config).eval()
+settings = hf_comera.ComeraConfig(rank=8, storage="int8")
+hf_comera.get_comera_model(AutoModelForMaskedLM, settings, config=config).save_pretrained(sys.argv[1] + "-model")
+model = AutoModelForMaskedLM.from_pretrained(sys.argv[1] + "-model")  # what int8 rounds off is gone
 words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(120)}, unk_token="w0"))
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", mask_token="w1")
 torch.save(model(torch.arange(16).reshape(2, 8)).logits, sys.argv[1])
@@ -142,6 +146,9 @@ def test_the_repository_holds_what_was_pushed(logits, hub):
     repository = hub.repositories["me/by-hf-comera"]
     assert repository.private
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(repository.files())
+    for name in REPOSITORIES:
+        stored = load(hub.repositories[name].files()["model.safetensors"])
+        assert torch.int8 in {tensor.dtype for tensor in stored.values()}
     card = ModelCard(repository.files()["README.md"].decode())
     assert (card.data.license, card.data.library_name) == ("mit", "transformers")
     assert 'AutoTokenizer.from_pretrained("me/by-hf-comera")' in card.text
