@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["low_rank_factors", "relative_error", "tt_svd", "ttm_svd"]
+__all__ = ["balance", "low_rank_factors", "relative_error", "tt_svd", "ttm_svd"]
 
 # Up to this many rows (or columns) a Gram matrix in float64 and its eigenvectors are cheaper than anything else.
 GRAM_LIMIT = 768
@@ -104,7 +104,7 @@ def _decompose(flat: Tensor, factors: Sequence[int], ranks: Sequence[int]) -> li
         cores.append(basis.reshape(left_rank, factor, rank))
         rest, left_rank = basis.T @ unfolding, rank
     cores.append(rest.reshape(left_rank, factors[-1], 1))
-    return _balance(cores)
+    return balance(cores)
 
 
 def _leading_basis(matrix: Tensor, rank: int) -> Tensor:
@@ -143,7 +143,7 @@ def _random_range(matrix: Tensor, rank: int) -> Tensor:
     return basis @ rotation
 
 
-def _balance(cores: list[Tensor]) -> list[Tensor]:
+def balance(cores: list[Tensor]) -> list[Tensor]:
     """Scale the cores so that all have the same root mean square; their product stays what it was."""
     sizes = [math.sqrt(core.square().mean().item()) for core in cores]
     if min(sizes) == 0.0:
