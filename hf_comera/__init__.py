@@ -1,11 +1,13 @@
 """Train Transformers in tensor-train form from the first step, with the ordinary Hugging Face API."""
 
 from hf_comera.compress import (
+    Calibration,
     ComeraConfig,
     CompressionPlan,
     Explanation,
     RankReport,
     SizeReport,
+    calibrate,
     explain,
     plan,
     print_trainable_parameters,
@@ -46,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActivationPolicy",
+    "Calibration",
     "CoatAdamW",
     "ComeraCallback",
     "ComeraConfig",
@@ -60,6 +63,7 @@ __all__ = [
     "SizeReport",
     "TTMuon",
     "add_rank_gates",
+    "calibrate",
     "comera_param_groups",
     "estimate_memory",
     "explain",

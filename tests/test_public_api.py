@@ -7,6 +7,7 @@ import pytest
 PUBLIC = {
     "hf_comera": {
         "ActivationPolicy",
+        "Calibration",
         "CoatAdamW",
         "ComeraCallback",
         "ComeraConfig",
@@ -21,6 +22,7 @@ PUBLIC = {
         "SizeReport",
         "TTMuon",
         "add_rank_gates",
+        "calibrate",
         "comera_param_groups",
         "estimate_memory",
         "explain",

@@ -75,6 +75,17 @@ class ComeraConfig(QuantizationConfigMixin):
     dictionary of patterns for layers, with ``"*"`` for all others: ``{"word_embeddings": "int4", "*": "int8"}``; the
     longest that matches decides. None, or ``"float"``: as they are. Loaded weights are floating-point numbers."""
 
+    target_ratio: float | None = None
+    """Wanted size of a trained model that is decomposed, as part of its dense parameters (0.25: a quarter). Formats
+    and ranks are then chosen by a calibration, and ``rank`` and the numbers of factors have no effect."""
+
+    target_parameters: int | None = None
+    """The same as a number of parameters; one of the two."""
+
+    calibration: str | None = None
+    """Folder of a saved ``Calibration``, for ``from_pretrained`` of a dense checkpoint; it is not written to
+    ``config.json``. With a live model it is an argument of ``get_comera_model``."""
+
     layers: dict[str, dict[str, Any]] | None = None
     """The compressed layers: filled in by the library, read back at load time. Leave it None."""
 
@@ -93,6 +104,7 @@ class ComeraConfig(QuantizationConfigMixin):
         for name in ("rank", "num_factors", "embedding_num_factors", "embedding_width"):
             if getattr(self, name) is not None or name in ("rank", "num_factors"):
                 _check_positive(name, getattr(self, name))
+        _check_target(self.target_ratio, self.target_parameters)
         for name in ("target_modules", "exclude_modules"):
             _check_names(name, getattr(self, name))
         _check_patterns("rank_pattern", self.rank_pattern, '{"query": 8}')
@@ -167,8 +179,9 @@ class ComeraConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """All settings as JSON values."""
         values = {item.name: copy.deepcopy(getattr(self, item.name)) for item in fields(self)}
-        for name in ("embedding_num_factors", "embedding_width"):  # older releases take no None for the first
-            if values[name] is None:
+        del values["calibration"]  # a folder of the machine that made the checkpoint
+        for name in ("embedding_num_factors", "embedding_width", "target_ratio", "target_parameters"):
+            if values[name] is None:  # older releases take no None for the first
                 del values[name]
         if not self.packs:  # older releases read the checkpoint
             del values["storage"]
@@ -232,7 +245,24 @@ def _is_pattern(pattern: Any) -> bool:
         return False
 
 
+def _check_target(ratio: Any, parameters: Any) -> None:
+    """At most one wanted size, and one that can be."""
+    if ratio is not None and parameters is not None:
+        raise ValueError(
+            f"target_ratio={ratio!r} and target_parameters={parameters!r} both name a size. Leave one of them None."
+        )
+    number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
+    if ratio is not None and not (number and 0 < ratio < 1):
+        raise ValueError(
+            f"target_ratio={ratio!r} is needed as the part of the dense parameters that is left, between 0 and 1, for "
+            "example target_ratio=0.25."
+        )
+    if parameters is not None:
+        _check_positive("target_parameters", parameters)
+
+
 def _check_positive(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        example = 30 if "rank" in name else 128 if "width" in name else 3
+        examples = {"rank": 30, "width": 128, "target_parameters": 5_000_000}
+        example = next((value for part, value in examples.items() if part in name), 3)
         raise ValueError(f"{name}={value!r} is not a positive integer. Use at least 1, for example {name}={example}.")

@@ -1,6 +1,5 @@
 """Which layer becomes what: a printable plan of a compression, made before a weight moves."""
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Iterator
@@ -43,6 +42,8 @@ class LayerPlan:
     ranks: tuple[int, ...]
     error: float | None = None
     """Relative Frobenius error of the decomposition; None where nothing was decomposed."""
+    output_error: float | None = None
+    """Relative error of the layer's outputs, where it was decomposed in their metric."""
     rank_gates: bool = False
     """Whether there are gates on the bonds, as while ranks are trained."""
     width: int | None = None
@@ -80,7 +81,8 @@ class LayerPlan:
             entry["rank_gates"] = True
         if self.width is not None:
             entry["width"] = self.width
-        return entry if self.error is None else {**entry, "error": round(self.error, 6)}
+        errors = {"error": self.error, "output_error": self.output_error}
+        return entry | {key: round(error, 6) for key, error in errors.items() if error is not None}
 
 
 @dataclass(kw_only=True)
@@ -122,14 +124,15 @@ class CompressionPlan:
     def __rich__(self) -> Table:
         """The table for ``rich.print``."""
         table = Table(title="Compression plan", caption=self._caption(), show_edge=False, pad_edge=False)
-        with_errors = any(layer.error is not None for layer in self.layers)
+        errors = {"error": "error", "output_error": "outputs' error"}
+        shown = {key: title for key, title in errors.items() if any(getattr(x, key) is not None for x in self.layers)}
         table.add_column("layer", no_wrap=True)
         for heading in ("kind", "factors", "ranks"):
             table.add_column(heading)
-        for heading in ("dense", "compressed", "ratio", *(("error",) if with_errors else ())):
+        for heading in ("dense", "compressed", "ratio", *shown.values()):
             table.add_column(heading, justify="right")
         for layer in self.layers:
-            table.add_row(*_row(layer, with_errors))
+            table.add_row(*_row(layer, list(shown)))
         changed = sum(layer.dense_parameters for layer in self.layers), sum(layer.parameters for layer in self.layers)
         table.add_section()
         table.add_row("compressed layers", "", "", "", *_counts(*changed))
@@ -273,7 +276,7 @@ def _recorded_layer(name: str, module: nn.Module, entry: dict[str, Any]) -> Laye
     for side, size in (("in_factors", in_size), ("out_factors", entry.get("width") or out_size)):
         check_factors(f"config.json, layers[{name!r}]: {side}", tuple(entry[side]), size)
     values: dict[str, Any] = {key: tuple(entry[key]) for key in ("in_factors", "out_factors", "ranks")}
-    values |= {key: entry.get(key) for key in ("error", "width")}
+    values |= {key: entry.get(key) for key in ("error", "output_error", "width")}
     values["rank_gates"] = entry.get("rank_gates", False)
     return LayerPlan(name=name, kind=entry["kind"], in_size=in_size, out_size=out_size, **values)
 
@@ -347,12 +350,19 @@ def _core_sizes(in_factors: tuple[int, ...], out_factors: tuple[int, ...]) -> tu
     return tuple(v * h for v, h in zip(in_factors, out_factors, strict=True))
 
 
-def _row(layer: LayerPlan, with_errors: bool) -> list[str]:
+def _row(layer: LayerPlan, errors: list[str]) -> list[str]:
     factors = f"{_times(layer.in_factors)} -> {_times(layer.out_factors)}"
-    error = [] if not with_errors else ["" if layer.error is None else f"{layer.error:.4f}"]
+    values = [getattr(layer, key) for key in errors]
     counts = _counts(layer.dense_parameters, layer.parameters)
     kind = layer.kind if layer.width is None else f"{layer.kind} ({layer.width} wide)"
-    return [layer.name, kind, factors, " ".join(map(str, layer.ranks)), *counts, *error]
+    return [
+        layer.name,
+        kind,
+        factors,
+        " ".join(map(str, layer.ranks)),
+        *counts,
+        *("" if value is None else f"{value:.4f}" for value in values),
+    ]
 
 
 def _times(factors: tuple[int, ...]) -> str:
@@ -361,9 +371,3 @@ def _times(factors: tuple[int, ...]) -> str:
 
 def _counts(dense: int, compressed: int) -> list[str]:
     return [f"{dense:,}", f"{compressed:,}", f"{dense / max(compressed, 1):.1f}x"]
-
-
-def with_errors(compression: CompressionPlan, errors: dict[str, float]) -> CompressionPlan:
-    """A copy of ``compression`` with the measured decomposition errors filled in."""
-    layers = [dataclasses.replace(layer, error=errors.get(layer.name, layer.error)) for layer in compression.layers]
-    return dataclasses.replace(compression, layers=layers)

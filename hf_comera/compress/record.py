@@ -60,7 +60,7 @@ def record_digest(layers: Mapping[str, Mapping[str, Any]]) -> str:
     False
     """
     facts = {
-        name: {key: value for key, value in entry.items() if key not in ("ranks", "error")}
+        name: {key: value for key, value in entry.items() if key not in ("ranks", "error", "output_error")}
         for name, entry in layers.items()
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -95,9 +95,11 @@ def _misfit(entry: Mapping[str, Any]) -> str | None:
 
 
 def _wrong_detail(entry: Mapping[str, Any]) -> str | None:
-    error, gates = entry.get("error"), entry.get("rank_gates", False)
-    if error is not None and (isinstance(error, bool) or not isinstance(error, int | float) or not error >= 0):
-        return f"error={_shown(error)} is needed as a number of at least 0"
+    gates = entry.get("rank_gates", False)
+    for key in ("error", "output_error"):
+        error = entry.get(key)
+        if error is not None and (isinstance(error, bool) or not isinstance(error, int | float) or not error >= 0):
+            return f"{key}={_shown(error)} is needed as a number of at least 0"
     if (entry["kind"] == "factorized_embedding") != _are_integers([entry.get("width")], 1):
         return f"width={_shown(entry.get('width'))} is needed as a positive integer of a factorized embedding alone"
     if not isinstance(gates, bool):

@@ -9,6 +9,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from hf_comera.compress.calibration import Calibration, InputStatistics, smoothed_counts
 from hf_comera.compress.plan import CompressionPlan, LayerPlan
 from hf_comera.modules import (
     CompressedLayer,
@@ -20,6 +21,7 @@ from hf_comera.modules import (
     compressed_layers,
 )
 from hf_comera.tt.decomposition import relative_error
+from hf_comera.tt.weighted import OutputSpectrum, weighted_error, weighted_tt
 
 __all__ = [
     "build_layer",
@@ -28,6 +30,7 @@ __all__ = [
     "link_tied",
     "merge_model",
     "replace_layers",
+    "shift_bias",
     "untie",
 ]
 
@@ -57,15 +60,24 @@ def build_layer(layer: LayerPlan, dense: Any, device: torch.device | str | None 
 
 
 def decompose_layer(
-    layer: LayerPlan, dense: Any, weight: Tensor, token_counts: Tensor | None = None
-) -> tuple[CompressedLayer, float]:
-    """The TT-SVD (or factorization) of ``weight`` in a new layer, and its relative Frobenius error.
+    layer: LayerPlan,
+    dense: Any,
+    weight: Tensor,
+    token_counts: Tensor | None = None,
+    calibration: Calibration | None = None,
+) -> tuple[CompressedLayer, dict[str, float], Tensor | None]:
+    """The decomposition of ``weight`` in a new layer, its errors, and what has to be added to the bias of ``dense``.
 
-    The bias of ``dense`` is carried over as the object it is. The new layer lives on the device of ``weight``.
+    With a calibration it is the best in the metric of the layer's outputs, else in the Frobenius norm. The bias of
+    ``dense`` is carried over as the object it is. The new layer lives on the device of ``weight``.
+
+    Returns:
+        The layer; ``"error"``, the relative Frobenius error, and with a calibration ``"output_error"``, that of the
+        outputs; the shift ``(out,)`` of the bias, which makes the mean of the outputs exact, or None.
 
     Raises:
         ValueError: If ``weight`` holds NaN or infinity, or nothing at all (meta device), or ``token_counts`` are not
-            those of a factorized embedding.
+            those of a factorized embedding, or the calibration has another layer of this name.
     """
     if weight.is_meta:
         raise ValueError(
@@ -78,26 +90,71 @@ def decompose_layer(
             f"Repair the checkpoint, or add {layer.name!r} to exclude_modules."
         )
     new = build_layer(layer, dense, device="meta")
-    if isinstance(new, FactorizedEmbedding):
-        new.load_dense(weight, token_counts)
-    else:
-        new.load_dense(weight)
+    errors: dict[str, float] = {}
+    shift = None
     if isinstance(new, TTLinear):
         new.bias = dense.bias
+        inputs = None if calibration is None else calibration.of_layer(layer.name, layer.in_size)
+        if inputs is None:
+            new.load_dense(weight)
+        else:
+            errors["output_error"], shift = _load_weighted(new, weight, inputs)
+    elif isinstance(new, FactorizedEmbedding):
+        if calibration is not None and token_counts is None:
+            token_counts = smoothed_counts(calibration.counts_of(layer.name, layer.in_size))
+        new.load_dense(weight, token_counts)
+        if token_counts is not None:
+            errors["output_error"] = _error_of_rows(new.dense(), weight, token_counts)
+    else:
+        new.load_dense(weight)
     for core in new.cores():
         core.requires_grad_(dense.weight.requires_grad)
-    return new, relative_error(new.dense().detach(), weight)
+    return new, {"error": relative_error(new.dense().detach(), weight), **errors}, shift
 
 
-def decompose_model(model: nn.Module, plan: CompressionPlan, token_counts: Tensor | None = None) -> dict[str, float]:
-    """Replace the planned layers of a live model by their TT-SVD; returns the relative error of each.
+@torch.no_grad()
+def _load_weighted(new: TTLinear, weight: Tensor, inputs: InputStatistics) -> tuple[float, Tensor | None]:
+    """Cores of ``weight`` in the metric of ``inputs``; relative error of the outputs, and the shift of the bias."""
+    matrix = (weight if new.transposed else weight.T).double()
+    metric = inputs.metric(new.bias is not None).to(matrix)
+    spectrum = OutputSpectrum(matrix, metric)
+    new.load_cores(weighted_tt(spectrum, metric, new.in_factors, new.out_factors, new.ranks))
+    found = (new.dense() if new.transposed else new.dense().T).double()
+    shift = None if new.bias is None else inputs.mean.to(matrix) @ (matrix - found)
+    return weighted_error(found, matrix, metric), shift
+
+
+@torch.no_grad()
+def _error_of_rows(found: Tensor, weight: Tensor, counts: Tensor) -> float:
+    """Relative error of a table whose rows count by ``counts``."""
+    roots = counts.to(weight.device).double().sqrt()[:, None]
+    return relative_error(found.double() * roots, weight.double() * roots)
+
+
+def shift_bias(layer: Any, shift: Tensor | None) -> None:
+    """Add ``shift`` to the bias of ``layer``, in a new parameter: others may hold the old one."""
+    if shift is not None:
+        bias = layer.bias
+        new = (bias.detach().double() + shift.to(bias.device)).to(bias.dtype)
+        layer.bias = nn.Parameter(new, requires_grad=bias.requires_grad)
+
+
+def decompose_model(
+    model: nn.Module,
+    plan: CompressionPlan,
+    token_counts: Tensor | None = None,
+    calibration: Calibration | None = None,
+) -> dict[str, dict[str, float]]:
+    """Replace the planned layers of a live model by their decompositions; returns the errors of each.
 
     All layers are decomposed before the first is replaced: an error leaves the model as it was.
     """
     new, errors = {}, {}
-    for layer in tqdm(plan.layers, desc="TT-SVD", unit="layer", leave=False, delay=2.0):
+    for layer in tqdm(plan.layers, desc="decomposition", unit="layer", leave=False, delay=2.0):
         dense: Any = model.get_submodule(layer.name)
-        new[layer.name], errors[layer.name] = decompose_layer(layer, dense, dense.weight.detach(), token_counts)
+        made = decompose_layer(layer, dense, dense.weight.detach(), token_counts, calibration)
+        new[layer.name], errors[layer.name], shift = made
+        shift_bias(new[layer.name], shift)
     _swap(model, plan, new.__getitem__)
     return errors
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_comera.compress.allotment import calibrated_plan, load_calibration, refuse_target
+from hf_comera.compress.calibration import Calibration
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.plan import CompressionPlan, plan
 from hf_comera.compress.reports import warn_if_mostly_dense
@@ -35,17 +37,21 @@ def get_comera_model(
     config: PreTrainedConfig | None = None,
     dtype: torch.dtype | None = None,
     token_counts: Tensor | None = None,
+    calibration: Calibration | None = None,
 ) -> PreTrainedModel:
     """Compress a model, or build one in compressed form from the start.
 
     Args:
-        model: A live dense model: its weights are decomposed in place (TT-SVD). Or a model class, automatic
+        model: A live dense model: its weights are decomposed in place. Or a model class, automatic
             (``AutoModelForMaskedLM``) or concrete: a new model with random cores is built; needs ``config``.
         comera_config: What to compress and how far.
         config: The Transformers config of a new model.
         dtype: Dtype of a new model; default is that of ``config``, or else float32.
         token_counts: ``(vocabulary,)``, how often each token occurs in the data, for a live model with
             ``embedding_width``: the factors of its embedding are then best for the tokens that are used.
+        calibration: Statistics of a live model's layers, from :func:`calibrate`: the decomposition is then best for
+            the outputs of its layers, not for the norm of its weights. With ``target_ratio`` or
+            ``target_parameters`` it also decides the ranks.
 
     Returns:
         An ordinary Transformers model whose targeted layers are tensor trains, with the methods of
@@ -55,8 +61,9 @@ def get_comera_model(
     Where less than half of the parameters is in compressed layers, a warning names the largest parts that are not.
 
     Raises:
-        ValueError: If ``config`` or ``token_counts`` is missing or superfluous, a setting does not fit, or the model
-            is already compressed. A live model is then left as it was.
+        ValueError: If ``config``, ``token_counts`` or ``calibration`` is missing or superfluous, a setting does not
+            fit, the wanted size cannot be reached, or the model is already compressed. A live model is then left as
+            it was.
 
     Source:
         CoMERA, arXiv:2405.14377 (training in tensor-train form from the first step).
@@ -67,7 +74,13 @@ def get_comera_model(
             raise ValueError(
                 "config and dtype are for new models; a live model has both. Pass the model's class instead."
             )
-        return _compress(model, comera_config, token_counts)
+        return _compress(model, comera_config, token_counts, calibration)
+    if calibration is not None:
+        raise ValueError(
+            "calibration is for the trained weights of a live model, but a new model has none. Pass a live model, "
+            "such as AutoModelForMaskedLM.from_pretrained(...), or calibration=None."
+        )
+    refuse_target(comera_config)
     if token_counts is not None:
         raise ValueError(
             "token_counts weigh the rows of a trained embedding, but a new model has none. Pass a live model, such as "
@@ -104,7 +117,9 @@ def _check_fresh(comera_config: Any) -> None:
         )
 
 
-def _compress(model: nn.Module, comera_config: ComeraConfig, token_counts: Tensor | None) -> PreTrainedModel:
+def _compress(
+    model: nn.Module, comera_config: ComeraConfig, token_counts: Tensor | None, calibration: Calibration | None
+) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"{type(model).__name__} is not a Transformers PreTrainedModel. Compress the model inside it, or use the "
@@ -115,7 +130,10 @@ def _compress(model: nn.Module, comera_config: ComeraConfig, token_counts: Tenso
             "token_counts are for factorized embeddings, but embedding_width=None. Use for example "
             "ComeraConfig(embedding_width=128), or token_counts=None."
         )
-    errors = decompose_model(model, plan(model, comera_config), token_counts)
+    if calibration is None:
+        calibration = load_calibration(comera_config)
+    compression = calibrated_plan(plan(model, comera_config), comera_config, calibration)
+    errors = decompose_model(model, compression, token_counts, calibration)
     warn_if_mostly_dense(model)
     return attach(model, comera_config, errors)
 

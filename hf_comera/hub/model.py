@@ -255,7 +255,9 @@ def is_comera_model(model: Any) -> bool:
     return isinstance(model, ComeraModel)
 
 
-def attach(model: PreTrainedModel, config: ComeraConfig, errors: dict[str, float] | None = None) -> PreTrainedModel:
+def attach(
+    model: PreTrainedModel, config: ComeraConfig, errors: dict[str, dict[str, float]] | None = None
+) -> PreTrainedModel:
     """Make a model with tensor-train layers a compressed model: its class, its config, no trace of a quantizer.
 
     Transformers refuses to train, cast or save "quantized" models in several places; this one is an ordinary model
@@ -270,7 +272,7 @@ def attach(model: PreTrainedModel, config: ComeraConfig, errors: dict[str, float
     if config.layers is None:  # a new one, not that of a checkpoint, of which this may be a part
         check_storage_names(model, config.storage)
     _own_config(model)
-    layers = {**(config.layers or {}), **{name: {"error": error} for name, error in (errors or {}).items()}}
+    layers = {**(config.layers or {}), **(errors or {})}
     _mark(model, dataclasses.replace(config, layers=layers))
     for name, part in compressed_parts(model).items():
         inside = {key.removeprefix(f"{name}."): entry for key, entry in layers.items() if key.startswith(f"{name}.")}
@@ -348,13 +350,16 @@ def _own_config(model: PreTrainedModel) -> None:
                 module.__dict__[name] = copies[id(value)]
 
 
-def _warn_of_errors(errors: dict[str, float]) -> None:
-    large = {name: error for name, error in errors.items() if error > ERROR_WORTH_A_WARNING}
+def _warn_of_errors(errors: dict[str, dict[str, float]]) -> None:
+    """Say so where much is lost; the norm of a weight says nothing where the outputs' error is known."""
+    plain = {name: found["error"] for name, found in errors.items() if "output_error" not in found}
+    large = {name: error for name, error in plain.items() if error > ERROR_WORTH_A_WARNING}
     if large:
         worst = max(large, key=large.__getitem__)
         logger.warning(
-            "The decomposition lost more than %.0f %% of the norm of %d of %d layers (most in %s: %.0f %%). Train the "
-            "model before using it, or raise the rank; print(model.comera_plan()) lists the error of every layer.",
+            "The decomposition lost more than %.0f %% of the norm of %d of %d layers (most in %s: %.0f %%). Give it a "
+            "calibration (calibrate(model, batches)), which divides the error of outputs by two to four, and train or "
+            "heal the model before using it; print(model.comera_plan()) lists the error of every layer.",
             100 * ERROR_WORTH_A_WARNING,
             len(large),
             len(errors),
@@ -402,6 +407,7 @@ def _layer_plan(name: str, module: CompressedLayer, recorded: dict[str, Any]) ->
         out_factors=module.out_factors,
         ranks=module.ranks,
         error=recorded.get("error"),
+        output_error=recorded.get("output_error"),
         rank_gates=bool(module.rank_gates()),
         width=module.width if isinstance(module, FactorizedEmbedding) else None,
     )

@@ -24,11 +24,13 @@ from transformers.quantizers.auto import (
 )
 from transformers.quantizers.base import HfQuantizer
 
+from hf_comera.compress.allotment import calibrated_plan, load_calibration
+from hf_comera.compress.calibration import Calibration
 from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.plan import CompressionPlan, plan
 from hf_comera.compress.reports import warn_if_mostly_dense
 from hf_comera.compress.storage import unpacked
-from hf_comera.compress.surgery import decompose_layer, link_tied, replace_layers, untie
+from hf_comera.compress.surgery import decompose_layer, link_tied, replace_layers, shift_bias, untie
 from hf_comera.hub.checkpoint import NOTICE, PackedTensor, check_checkpoint, is_dense_checkpoint
 from hf_comera.hub.model import adopt_parts, attach, guard_keys
 from hf_comera.modules import CompressedLayer, TensorTrainModule, TiedHead
@@ -54,7 +56,10 @@ class ComeraQuantizer(HfQuantizer):
         self.plan: CompressionPlan | None = None
         self.is_dense = False
         """Whether a dense model wrote the files, though the config is that of a compressed one."""
-        self.errors: dict[str, float] = {}
+        self.errors: dict[str, dict[str, float]] = {}
+        self.shifts: dict[str, Tensor | None] = {}
+        """To be added to the biases when all have come, of dense weights decomposed in the metric of the outputs."""
+        self.calibration: Calibration | None = None
         self.missing: list[nn.Module] = []
         self.load_dtype: torch.dtype | None = None
         self.shapes: dict[str, torch.Size] = {}
@@ -75,6 +80,9 @@ class ComeraQuantizer(HfQuantizer):
             if not self.is_dense and checkpoint_files:  # there are none where a state was handed over
                 self.packed = check_checkpoint(checkpoint_files, self.quantization_config)
         self.plan = plan(model, self.quantization_config)
+        if not self.pre_quantized:
+            self.calibration = load_calibration(self.quantization_config)
+            self.plan = calibrated_plan(self.plan, self.quantization_config, self.calibration)
         for part in _parts(model):
             part.__dict__["_initialize_weights"] = types.MethodType(_initialize_weights(self, model), part)
         if self.is_dense:
@@ -133,6 +141,8 @@ class ComeraQuantizer(HfQuantizer):
         self._refuse_missing(model)
         if self.is_dense:
             return self._leave_dense(model)
+        for name, shift in self.shifts.items():
+            shift_bias(model.get_submodule(name), shift)
         self._warn_of_dense_layers(model)
         _check_bonds(model)
         _check_shapes(model, self.shapes)
@@ -227,7 +237,9 @@ class _Decompose(ConversionOps):
         compression = self.quantizer.plan
         assert compression is not None
         layer = compression.by_name[name]
-        new, self.quantizer.errors[name] = decompose_layer(layer, model.get_submodule(name), weight)
+        new, self.quantizer.errors[name], self.quantizer.shifts[name] = decompose_layer(
+            layer, model.get_submodule(name), weight, calibration=self.quantizer.calibration
+        )
         for core in new.cores():
             # the loader draws new values for parameters without this mark
             core._is_hf_initialized = True  # type: ignore[attr-defined]

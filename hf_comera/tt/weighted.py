@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_comera.tt.cores import contract_left, contract_right
 from hf_comera.tt.decomposition import balance, tt_svd
 
-__all__ = ["OutputSpectrum", "refine_cores", "weighted_error", "weighted_tt"]
+__all__ = ["OutputSpectrum", "refine_cores", "tt_matrix", "weighted_error", "weighted_tt"]
 
 REFINEMENT_STEPS = 30
 HISTORY = 10
@@ -106,6 +106,12 @@ def weighted_tt(
     cores = tt_svd(left @ right, in_factors, out_factors, ranks)
     cores = refine_cores(cores, len(in_factors), spectrum.matrix, second_moment, steps)
     return [core.float() for core in balance(cores)]
+
+
+def tt_matrix(cores: Sequence[Tensor], num_left: int, shape: Sequence[int]) -> Tensor:
+    """The matrix of ``shape`` that cores stand for, without padding: the first ``num_left`` cores are of its rows."""
+    left = contract_left(cores[:num_left])[-1][: shape[0]]
+    return left @ contract_right(cores[num_left:])[0][:, : shape[1]]
 
 
 def refine_cores(
