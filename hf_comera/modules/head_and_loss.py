@@ -11,11 +11,12 @@ own forward runs.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from hf_comera.modules.tt_linear import TTLinear
 from hf_comera.ops.fused_loss import IGNORED, has_values, head_cross_entropy, is_recorded
 from hf_comera.ops.precision import autocast_dtype, without_autocast
 
-__all__ = ["HeadAndLoss", "head_and_loss_forward", "set_head_and_loss"]
+__all__ = ["HeadAndLoss", "head_and_loss_forward", "head_left_out", "set_head_and_loss"]
 
 LANGUAGE_MODELS = ("ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Last parts of the names of classes whose ``labels`` are ids of tokens."""
@@ -215,6 +216,30 @@ class HandOn(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """``hidden``, the same object."""
         return hidden
+
+
+@contextlib.contextmanager
+def head_left_out(model: PreTrainedModel, block: HeadAndLoss | None) -> Iterator[nn.Module]:
+    """Within, a forward pass of ``model`` without labels has hidden states as its ``logits``.
+
+    Wrappers of the model, such as DDP, may be called as well.
+
+    Args:
+        model: Its head is put aside.
+        block: Of the model, from :meth:`HeadAndLoss.of`; None where there is none, and logits stay logits.
+
+    Yields:
+        From what the model gives within to its logits, for as few tokens at a time as one likes.
+    """
+    if block is None:
+        yield HandOn()
+        return
+    head = model.get_submodule(block.head)
+    model._modules[block.head] = HandOn()
+    try:
+        yield head
+    finally:
+        model._modules[block.head] = head
 
 
 class DeferredLogits:

@@ -30,7 +30,14 @@ from transformers.modeling_outputs import MaskedLMOutput
 from transformers.models.auto import modeling_auto
 
 from hf_comera import ComeraConfig, get_comera_model, set_head_and_loss
-from hf_comera.modules.head_and_loss import LOSS_FUNCTION, MEAN, DeferredLogits, HeadAndLoss, _loss_in_source
+from hf_comera.modules.head_and_loss import (
+    LOSS_FUNCTION,
+    MEAN,
+    DeferredLogits,
+    HeadAndLoss,
+    _loss_in_source,
+    head_left_out,
+)
 from hf_comera.ops import fused_loss
 from hf_comera.ops.fused_loss import fixed_shapes
 from tests.architectures import ARCHITECTURES, SIZES, VOCABULARY, WORDS, Architecture
@@ -329,6 +336,28 @@ def test_neither_the_loss_nor_a_look_over_the_fields_computes_logits():
     assert not calls
     outputs.to_tuple()
     assert calls
+
+
+@served
+@pytest.mark.parametrize("compressed", [True, False], ids=["compressed", "dense"])
+def test_a_head_that_is_left_out_makes_the_logits_of_what_the_model_gives(architecture, compressed):
+    model, inputs = new_model(architecture, compressed), architecture.inputs()
+    block = HeadAndLoss.of(model)
+    head = model.get_submodule(block.head)
+    for train in (False, True):
+        model.train(train)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        with head_left_out(model, block) as left_out:
+            hidden = model(**inputs).logits
+        assert left_out is head is model.get_submodule(block.head)
+        torch.testing.assert_close(left_out(hidden[:, :3]), model(**inputs).logits[:, :3])
+    with pytest.raises(ValueError, match="specify"), head_left_out(model, block):
+        model()
+    assert model.get_submodule(block.head) is head
+    with head_left_out(model, None) as nothing:
+        assert nothing(model(**inputs).logits).shape[-1] == VOCABULARY
 
 
 def test_gradients_flow_through_logits_that_are_read_with_gradients():
