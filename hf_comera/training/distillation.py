@@ -79,7 +79,7 @@ def similarity_difference(student: Tensor, teacher: Tensor) -> Tensor:
         twice ``(B, H) -> (B,)``.
 
     Source:
-        Tung and Mori, "Similarity-preserving knowledge distillation", arXiv:1907.09682.
+        "Similarity-preserving knowledge distillation", arXiv:1907.09682, section 3.
     """
     cosines = [embeddings @ embeddings.mT for embeddings in map(_unit, (student, teacher))]
     squares = (cosines[0] - cosines[1]).square()
