@@ -14,6 +14,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_comera import ComeraTrainer
+from tests.integration.worker_process import run_worker
 
 
 class Tiny(nn.Module):
@@ -46,7 +47,6 @@ def train(folder, resume=None):
 
 def main():
     """Train, damage the newest checkpoint, and train from the one before it."""
-    torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     whole = train(folder)
     dist.barrier()
@@ -59,8 +59,7 @@ def main():
     (folder.parent / f"{os.environ['RANK']}.json").write_text(
         json.dumps({"whole": whole, "resumed": resumed, "names": names})
     )
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(main, join=False)

@@ -3,7 +3,6 @@
 Started by ``torchrun`` (or alone, as the reference with whole batches) from tests/integration/test_data_parallel.py.
 """
 
-import gc
 import json
 import os
 import sys
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_comera import CoatAdamW, ComeraConfig, TTMuon, comera_param_groups, get_comera_model
 from tests.architectures import ARCHITECTURES
+from tests.integration.worker_process import run_worker
 
 STEPS, BATCH = 4, 4
 OPTIMIZERS = {
@@ -31,15 +31,11 @@ def batches():
 
 def main():
     """Train and print."""
-    torch.set_num_threads(1)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     architecture = ARCHITECTURES["gpt2"]
     torch.manual_seed(0)
     model = get_comera_model(architecture.auto_class, ComeraConfig(rank=4), config=architecture.new_config()).eval()
-    wrapped = model
-    if world > 1:
-        dist.init_process_group("gloo")
-        wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model) if world > 1 else model
     optimizer = OPTIMIZERS[sys.argv[1]](model)
     losses = []
     for ids in batches():
@@ -56,13 +52,7 @@ def main():
         print(
             "RESULT", json.dumps({"losses": losses, "sum": sum(p.double().sum().item() for p in model.parameters())})
         )
-    if world > 1:
-        # with gloo, a DDP object that outlives its process group deadlocks now and then (torch 2.13): it joins a
-        # thread that waits for the interpreter's lock
-        del wrapped, loss
-        gc.collect()
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(main)

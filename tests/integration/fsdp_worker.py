@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from hf_comera import CoatAdamW, ComeraConfig, get_comera_model
 from hf_comera.modules import TensorTrainModule
 from tests.architectures import ARCHITECTURES
+from tests.integration.worker_process import run_worker
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 STEPS = 3
@@ -78,8 +79,6 @@ def load(model, optimizer, folder):
 def main():
     """Train, or load and train; then save."""
     kind, target, source = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else None
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     model = fully_shard(MODELS[kind](), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = CoatAdamW(model.parameters(), lr=1e-2)
     if source is not None:
@@ -93,9 +92,7 @@ def main():
     after = get_model_state_dict(model, options=WHOLE)
     if dist.get_rank() == 0:
         torch.save({"optimizer": whole, "after": after}, target / "whole.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(main)

@@ -3,7 +3,6 @@
 Started by ``torchrun`` from tests/integration/test_policy_in_parallel.py.
 """
 
-import gc
 import json
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_comera import ComeraConfig, get_comera_model, set_activation_policy
 from hf_comera.memory import ActivationPolicy, SavedBytes
 from tests.architectures import ARCHITECTURES
+from tests.integration.worker_process import run_worker
 
 STEPS, BATCH = 3, 4
 WAYS = ("replicas", "static replicas", "shards")
@@ -63,16 +63,12 @@ def train(way, policy):
 
 def main():
     """Train and print."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     for way in WAYS:
         for policy in POLICIES:
             result = train(way, policy)
             if dist.get_rank() == 0:
                 print("RESULT", json.dumps([way, policy, result]))
-            gc.collect()  # a wrapped model that outlives its process group deadlocks now and then (torch 2.13)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(main)

@@ -6,7 +6,6 @@ folder.
 """
 
 import copy
-import gc
 import json
 import os
 import sys
@@ -30,6 +29,7 @@ from hf_comera import (
     size_report,
 )
 from tests.architectures import ARCHITECTURES
+from tests.integration.worker_process import run_worker
 
 STEPS, BATCH = 8, 4
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -123,9 +123,6 @@ def trainer():
 
 def main():
     """Train and write."""
-    torch.set_num_threads(1)
-    if WORLD > 1 and sys.argv[1] != "trainer":
-        dist.init_process_group("gloo")
     model, losses = (trainer if sys.argv[1] == "trainer" else loop)()
     ranks = {name: list(after) for name, after in model.rank_report().after.items()}
     size, wanted = size_report(model).parameters, adaptation(compressed()).target_parameters
@@ -133,10 +130,7 @@ def main():
     total = sum(p.double().abs().sum().item() for p in dense.parameters())
     result = {"losses": losses, "sum": total, "ranks": ranks, "size": size, "wanted": wanted}
     Path(sys.argv[2], f"{RANK}.json").write_text(json.dumps(result))  # lines that two processes print can mix
-    if WORLD > 1:
-        gc.collect()  # see ddp_worker.py
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(main, join=sys.argv[1] != "trainer")
