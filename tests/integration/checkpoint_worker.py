@@ -1,6 +1,6 @@
 """One process of a Trainer's data-parallel training whose newest checkpoint is damaged, and that resumes.
 
-Started by ``torchrun`` from tests/integration/test_checkpoints_in_parallel.py.
+Started as by ``torchrun`` from tests/integration/test_checkpoints_in_parallel.py.
 """
 
 import json

@@ -1,6 +1,6 @@
 """One process of a data-parallel run: trains on its half of each batch and prints the losses as JSON.
 
-Started by ``torchrun`` (or alone, as the reference with whole batches) from tests/integration/test_data_parallel.py.
+Started as by ``torchrun``, or alone as the reference with whole batches, from test_data_parallel.py.
 """
 
 import json

@@ -1,6 +1,6 @@
 """One process of a sharded run with CoatAdamW: saves its state as sharded and whole, and goes on from a saved one.
 
-Started by ``torchrun``, with any number of processes, from tests/integration/test_sharded_moments.py.
+Started as by ``torchrun``, with any number of processes, from tests/integration/test_sharded_moments.py.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """One process of a data-parallel run under activation policies: trains on its part, prints losses and weights.
 
-Started by ``torchrun`` from tests/integration/test_policy_in_parallel.py.
+Started as by ``torchrun`` from tests/integration/test_policy_in_parallel.py.
 """
 
 import json

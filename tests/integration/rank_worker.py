@@ -1,6 +1,6 @@
 """One process of a data-parallel run that trains ranks; writes losses, ranks and sizes as JSON into a folder.
 
-Started by ``torchrun`` (or alone, as the reference with whole batches) from test_ranks_in_parallel.py, with the way
+Started as by ``torchrun`` (or alone, as the reference with whole batches) from test_ranks_in_parallel.py, with the way
 to train, ``loop`` (DDP by hand, with a stop and a resumption on the way), ``loop-adamw`` or ``trainer``, and the
 folder.
 """

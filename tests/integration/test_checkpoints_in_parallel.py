@@ -1,19 +1,13 @@
 """Two processes with gloo write one whole checkpoint together, and both resume from the newest that is whole."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 from hf_comera.training.whole_checkpoint import MANIFEST, damage
-
-ROOT = Path(__file__).parents[2]
+from tests import processes
 
 
 def test_states_of_both_processes_are_part_of_the_checkpoint(tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    program = [sys.executable, *launcher, "-m", "tests.integration.checkpoint_worker", str(tmp_path / "out")]
-    result = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    result = processes.run("-m", "tests.integration.checkpoint_worker", tmp_path / "out", workers=2)
     assert result.returncode == 0, result.stderr
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first == second

@@ -1,25 +1,17 @@
 """CoatAdamW under FSDP2 with gloo: one state, whatever the number of processes that trained, saved or loaded it."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from hf_comera import CoatAdamW
+from tests import processes
 from tests.integration.fsdp_worker import MODELS, STEPS, load, train
 
-ROOT = Path(__file__).parents[2]
-WORKER = "tests.integration.fsdp_worker"
 
-
-def run(kind, target, num_processes, source=None):
+def run(kind, target, *source):
     target.mkdir()
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-    program = [sys.executable, *launcher, "-m", WORKER, kind, str(target), *([] if source is None else [str(source)])]
-    result = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    result = processes.run("-m", "tests.integration.fsdp_worker", kind, target, *source, workers=2)
     assert result.returncode == 0, result.stderr
     return torch.load(target / "whole.pt", weights_only=True)
 
@@ -48,7 +40,7 @@ def unsharded(kind):
 @pytest.fixture(scope="module")
 def of_two(kind, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two") / "run"
-    return folder, run(kind, folder, 2)
+    return folder, run(kind, folder)
 
 
 def test_two_processes_have_the_state_of_one(of_two, unsharded):
@@ -58,7 +50,7 @@ def test_two_processes_have_the_state_of_one(of_two, unsharded):
 
 def test_what_two_saved_two_load(kind, of_two, tmp_path):
     folder, expected = of_two
-    found = run(kind, tmp_path / "again", 2, source=folder)
+    found = run(kind, tmp_path / "again", folder)
     assert same(found["optimizer"]["state"], expected["optimizer"]["state"])
     assert same(found["after"], expected["after"])
 
