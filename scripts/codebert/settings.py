@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers import HfArgumentParser
-
 from loop.settings import (
     LoopSettings,
     RankSettings,
@@ -130,10 +128,8 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
     Raises:
         ValueError: If a setting is unknown, out of range or contradicts another.
     """
-    parser = HfArgumentParser(
-        (ModelSettings, DataSettings, TrainingSettings), prog="pretrain_codebert.py", description=DESCRIPTION
-    )
-    settings = Settings(*read_groups(parser, argv))
+    groups = (ModelSettings, DataSettings, TrainingSettings)
+    settings = Settings(*read_groups(groups, argv, prog="pretrain_codebert.py", description=DESCRIPTION))
     _check_sources(settings.model, settings.data)
     _check_ranges(settings)
     demo = not (settings.model.model_name_or_path or settings.model.config_name or settings.model.dense)

@@ -96,25 +96,27 @@ class SettingGroups:
         return {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
 
 
-def read_groups(parser: HfArgumentParser, argv: Sequence[str] | None) -> tuple[Any, ...]:
-    """The settings of a command line, an object for each dataclass of ``parser``.
+def read_groups(groups: Sequence[type], argv: Sequence[str] | None, **options: Any) -> tuple[Any, ...]:
+    """The settings of a command line, an object for each dataclass.
 
     Args:
-        parser: Knows the dataclasses.
+        groups: The dataclasses.
         argv: Arguments without the name of the program. None: those of this process.
+        options: Of the parser.
 
     Raises:
-        ValueError: If there is an option that no dataclass has.
+        ValueError: If there is an option that no dataclass has, such as the abbreviation of one.
     """
+    parser = HfArgumentParser(groups, allow_abbrev=False, **options)
     arguments = None if argv is None else list(argv)
-    *groups, unknown = parser.parse_args_into_dataclasses(args=arguments, return_remaining_strings=True)
+    *settings, unknown = parser.parse_args_into_dataclasses(args=arguments, return_remaining_strings=True)
     if unknown:
         name = unknown[0].partition("=")[0]
-        known = [f"--{field.name}" for group in parser.dataclass_types for field in dataclasses.fields(group)]
+        known = [f"--{field.name}" for group in groups for field in dataclasses.fields(group)]
         near = difflib.get_close_matches(name.replace("-", "_").replace("__", "--", 1), known, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ValueError(f"{name} is not an option here.{hint}")
-    return tuple(groups)
+    return tuple(settings)
 
 
 def check_ranges(values: Mapping[str, Any], *, positive: Sequence[str] = (), not_negative: Sequence[str] = ()) -> None:

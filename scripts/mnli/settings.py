@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers import HfArgumentParser
-
 from loop.settings import (
     LoopSettings,
     RankSettings,
@@ -119,8 +117,7 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
         ValueError: If a setting is unknown, out of range or contradicts another.
     """
     groups = (ModelSettings, DataSettings, TrainingSettings)
-    parser = HfArgumentParser(groups, prog="train_mnli.py", description=DESCRIPTION)
-    settings = Settings(*read_groups(parser, argv))
+    settings = Settings(*read_groups(groups, argv, prog="train_mnli.py", description=DESCRIPTION))
     if settings.training.learning_rate is None:
         settings.training.learning_rate = DENSE_RATE if settings.model.dense else RATE
     _check_sources(settings.data)

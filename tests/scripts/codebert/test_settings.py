@@ -58,6 +58,7 @@ REFUSED = [
     (["--tokenizer_name", "a", "--vocab_size", "4096"], "Give one of them"),
     (["--dataset_name", "a", "--train_file", "b.json"], "give one of them"),
     (["--validation_file", "b.json"], "needs --train_file"),
+    (["--max_train_step", "5"], "--max_train_step is not an option here. Did you mean --max_train_steps?"),
     (["--train_file", "nowhere.json"], "nowhere.json is not a file here"),
 ]
 

@@ -51,6 +51,7 @@ REFUSED = [
     ([*HUB, "--validation_split_percentage", "100"], "between 0 and 100"),
     ([*HUB, "--num_warmup_steps", "-1"], "must be 0 or greater"),
     ([*HUB, "--target-core-ratoi=2"], "--target-core-ratoi is not an option here. Did you mean --target_core_ratio?"),
+    ([*HUB, "--learning", "1e-3"], "--learning is not an option here. Did you mean --learning_rate?"),
     ([*HUB, "--early_stage", "0.2"], "--early_stage 0.2 is of rank adaptation, which nothing asks for"),
     ([*HUB, "mnli"], "mnli is not an option here."),
 ]
