@@ -19,7 +19,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassificatio
 
 from benchmarks.gpu.worker import Cases, Row
 from benchmarks.speed.step import wait_for
-from codebert.masking import Masking, masked_loss
+from codebert.masking import Masking
 from hf_comera import ComeraConfig, GraphedStep, TTMuon, get_comera_model
 from hf_comera.ops import use_kernels
 from mnli.model import paper_shapes, six_encoders
@@ -83,8 +83,7 @@ def code_batch(masking: Masking, sequences: list[list[int]], number: int) -> Bat
 
 SCRIPTS = {
     "train_mnli": Script(pairs_model, own_loss, pairs_batch),
-    "pretrain_codebert": Script(code_model, masked_loss, code_batch),
-    "pretrain_codebert, loss of the model": Script(code_model, own_loss, code_batch),
+    "pretrain_codebert": Script(code_model, own_loss, code_batch),
 }
 
 

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from codebert.corpus import load_corpus
-from codebert.masking import IGNORED, Masking, TrainingBatches, held_out_batches, masked_loss
+from codebert.masking import IGNORED, Masking, TrainingBatches, held_out_batches
 from codebert.model import DEMO_LENGTH, DEMO_VOCABULARY, SMALL_ROBERTA, fit_to_tokenizer
 from codebert.settings import DataSettings
 from codebert.tokens import encode_corpus, sequence_lengths, train_tokenizer
@@ -216,7 +216,7 @@ def code_task(code_file: str | None) -> Task:
         held_out=held_out_batches(
             encoded["validation"], lengths["validation"], masking(HELD_OUT_SEED), CODE_HELD_OUT_BATCH_SIZE
         ),
-        loss=masked_loss,
+        loss=model_loss,
         num_targets=lambda batch: int((batch["labels"] != IGNORED).sum()),
     )
 

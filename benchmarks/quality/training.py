@@ -15,11 +15,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, RobertaForMaskedLM
 
 from benchmarks.quality.grid import BYTES, FULL_RANK, SECONDS, Run
 from benchmarks.quality.tasks import Batch, Task, held_out_loss, test_accuracy
-from hf_comera import ComeraConfig, TTMuon, comera_param_groups, get_comera_model, is_comera_model, plan
+from hf_comera import (
+    ComeraConfig,
+    TTMuon,
+    comera_param_groups,
+    get_comera_model,
+    is_comera_model,
+    plan,
+    set_head_and_loss,
+)
 from hf_comera.modules import TensorTrainModule
 from hf_comera.optim.tt_muon import COHERENCE
 from loop.measure import DENSE, TENSOR_TRAIN, time_interleaved
@@ -199,7 +207,10 @@ def build_model(task: Task, run: Run, width: int) -> PreTrainedModel:
     """The model with random weights, in the form of the run."""
     config = task.build_config(width)
     if run.form == "dense":
-        return task.model_class(config).train()
+        model = task.model_class(config).train()
+        if task.model_class is RobertaForMaskedLM:  # of hidden tokens alone, as in the compressed model
+            set_head_and_loss(model)
+        return model
     comera_config = ComeraConfig(
         target_modules=task.target_modules,
         rank=FULL_RANK if run.rank == "full" else int(run.rank),

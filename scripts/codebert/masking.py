@@ -1,12 +1,10 @@
-"""Masked language modelling: which sequences form a batch, which tokens are hidden, and the loss on those.
+"""Masked language modelling: which sequences form a batch, which tokens are hidden, and the held-out loss on those.
 
 Everything random is a pure function of the seed and a position: the order of an epoch of (seed, epoch), the masks of a
 batch of (seed, batch, process). A resumed run therefore sees exactly what an uninterrupted one would have seen.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
 IGNORED = -100
 # Streams of random numbers that must not meet, nor that of the order of an epoch.
 _TRAINING, _HELD_OUT = range(2)
-# Where the part of a model that predicts tokens begins, per architecture; all of it works token by token.
-_HEAD_NAMES = ("lm_head", "cls", "vocab_transform", "generator_predictions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +112,9 @@ class TrainingBatches(EpochBatches):
         self.rows, self.masking = rows, masking
 
     def make(self, chosen: np.ndarray, number: int) -> dict[str, Tensor]:
-        """The rows ``chosen``, masked as their place in the run says, and where: on a GPU that takes a wait."""
+        """The rows ``chosen``, masked as their place in the run says."""
         sequences = self.rows[chosen.tolist()]["input_ids"]
-        batch = self.masking.batch(sequences, _TRAINING, number, self.process_index)
-        return {**batch, "hidden_at": _hidden_at(batch["labels"])}
+        return self.masking.batch(sequences, _TRAINING, number, self.process_index)
 
 
 def held_out_batches(
@@ -129,45 +124,6 @@ def held_out_batches(
     order = np.argsort(lengths, kind="stable")
     chosen = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     return [masking.batch(rows[ids.tolist()]["input_ids"], _HELD_OUT, number) for number, ids in enumerate(chosen)]
-
-
-def masked_loss(model: nn.Module, batch: dict[str, Tensor], *, reduction: str = "mean") -> Tensor:
-    """Cross-entropy on the hidden tokens.
-
-    The same number as ``model(**batch).loss``, but the head runs on the hidden tokens only: it would otherwise
-    make numbers of the size of the vocabulary for every token and throw most of them away.
-
-    Args:
-        model: A masked language model, wrapped for distributed training or not.
-        batch: ``input_ids``, ``attention_mask`` and ``labels``, and as :class:`TrainingBatches` makes them also
-            ``hidden_at``, the places of the hidden tokens in the flattened labels.
-        reduction: As in ``torch.nn.functional.cross_entropy``.
-    """
-    hidden_at = batch["hidden_at"] if "hidden_at" in batch else _hidden_at(batch["labels"])
-    with _head_sees_only(model, hidden_at) as head:
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    if head is None:
-        logits = logits.flatten(0, 1)[hidden_at]
-    return nn.functional.cross_entropy(logits.float(), batch["labels"].flatten()[hidden_at], reduction=reduction)
-
-
-def _hidden_at(labels: Tensor) -> Tensor:
-    return (labels.flatten() != IGNORED).nonzero().squeeze(1)
-
-
-@contextlib.contextmanager
-def _head_sees_only(model: nn.Module, positions: Tensor) -> Iterator[nn.Module | None]:
-    """Within the block the model's head gets the tokens at ``positions`` alone; None for a head we do not know."""
-    inner = getattr(model, "module", model)
-    head = next((getattr(inner, name) for name in _HEAD_NAMES if hasattr(inner, name)), None)
-    if head is None:
-        yield None
-        return
-    hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0].flatten(0, 1)[positions], *inputs[1:]))
-    try:
-        yield head
-    finally:
-        hook.remove()
 
 
 class HeldOut:
@@ -192,15 +148,12 @@ class HeldOut:
         model = accelerator.unwrap_model(model)
         was_training = model.training
         model.eval()
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
         for batch in self.batches[accelerator.process_index :: accelerator.num_processes]:
             batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
-            total += masked_loss(model, batch, reduction="sum").item()
+            total += model(**batch).loss.double() * (batch["labels"] != IGNORED).sum()
         model.train(was_training)
-        return (
-            accelerator.reduce(torch.tensor(total, device=accelerator.device), reduction="sum").item()
-            / self.num_targets
-        )
+        return accelerator.reduce(total, reduction="sum").item() / self.num_targets
 
     def unigram_loss(self, token_counts: np.ndarray) -> float:
         """Mean cross-entropy of guessing by how often tokens occur in training, with one added to each count."""

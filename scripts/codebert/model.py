@@ -12,7 +12,8 @@ from transformers import (
 )
 
 from codebert.settings import ModelSettings
-from hf_comera import ComeraConfig, get_comera_model
+from hf_comera import ComeraConfig, get_comera_model, set_head_and_loss
+from hf_comera.modules.head_and_loss import HeadAndLoss
 
 # The demo's shape. Learns something on two CPU cores in minutes; RoBERTa-base would take days.
 SMALL_ROBERTA = {
@@ -109,7 +110,8 @@ def build_model(settings: ModelSettings, config: PreTrainedConfig) -> PreTrained
             f"{name} is in tensor-train form already. Leave --dense out, or merge it first: model.merge_and_unload()."
         )
     if settings.dense:
-        return AutoModelForMaskedLM.from_pretrained(name) if name else AutoModelForMaskedLM.from_config(config)
+        dense = AutoModelForMaskedLM.from_pretrained(name) if name else AutoModelForMaskedLM.from_config(config)
+        return with_head_and_loss(dense)
     if name is None:
         return get_comera_model(AutoModelForMaskedLM, comera_config, config=config)
     if compressed_already:  # keeps the ranks it has
@@ -121,4 +123,11 @@ def dense_twin(model: PreTrainedModel) -> PreTrainedModel:
     """An uncompressed model of the same shape with random weights, to compare speed and size with."""
     config = copy.deepcopy(model.config)
     config.__dict__.pop("quantization_config", None)
-    return AutoModelForMaskedLM.from_config(config)
+    return with_head_and_loss(AutoModelForMaskedLM.from_config(config))
+
+
+def with_head_and_loss(dense: PreTrainedModel) -> PreTrainedModel:
+    """The model, whose logits are those of hidden tokens alone while it trains, as in compressed models."""
+    if isinstance(HeadAndLoss.of(dense), HeadAndLoss):
+        set_head_and_loss(dense)
+    return dense

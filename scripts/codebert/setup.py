@@ -8,7 +8,7 @@ from datasets import DatasetDict
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from codebert.corpus import load_corpus
-from codebert.masking import HeldOut, Masking, TrainingBatches, count_tokens, held_out_batches, masked_loss
+from codebert.masking import HeldOut, Masking, TrainingBatches, count_tokens, held_out_batches
 from codebert.model import DEMO_VOCABULARY, build_model, fit_to_tokenizer
 from codebert.settings import DEMO_STEPS, Settings
 from codebert.tokens import encode_corpus, load_tokenizer, sequence_lengths, train_tokenizer
@@ -81,6 +81,6 @@ def prepare_run(accelerator: Accelerator, settings: Settings, config: PreTrained
     fit_to_tokenizer(config, data.tokenizer, pretrained=settings.model.model_name_or_path is not None)
     return assemble_run(
         accelerator, settings, lambda: build_model(settings.model, config),
-        loss=masked_loss, batches=data.batches, held_out=data.held_out, fingerprint=data.fingerprint,
+        batches=data.batches, held_out=data.held_out, fingerprint=data.fingerprint,
         default_steps=DEMO_STEPS, betas=BETAS,
     )  # fmt: skip

@@ -9,7 +9,6 @@ from itertools import cycle
 import torch
 from torch import Tensor, nn
 
-from codebert.masking import masked_loss
 from hf_comera import TTMuon
 from loop.measure import DENSE, TENSOR_TRAIN, time_interleaved
 
@@ -63,7 +62,7 @@ def _stepper(
 
     def step() -> None:
         with autocast():
-            loss = masked_loss(model, next(queue))
+            loss = model(**next(queue)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -89,8 +89,6 @@ class Run:
 
     accelerator: Accelerator
     model: nn.Module
-    loss: Callable[[nn.Module, Batch], Tensor]
-    """Mean loss of a batch."""
     optimizer: Optimizer
     scheduler: LRScheduler
     batches: EpochBatches
@@ -221,7 +219,7 @@ def optimizer_step(run: Run, batches: Iterator[Batch]) -> None:
         batch = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in next(batches).items()}
         waiting = accelerator.no_sync(run.model) if part < parts - 1 else contextlib.nullcontext()
         with waiting:
-            loss = run.loss(run.model, batch) / parts
+            loss = run.model(**batch).loss / parts
             accelerator.backward(loss)
         sums += torch.stack([loss.detach().float(), batch["attention_mask"].sum().float()])
     sums = accelerator.reduce(sums, reduction="sum")

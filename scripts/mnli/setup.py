@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 from accelerate import Accelerator
 from datasets import Dataset
-from torch import Tensor, nn
 from transformers import BertConfig, PreTrainedTokenizerBase
 
 from loop.assembly import assemble_run
@@ -73,17 +72,12 @@ def prepare_run(accelerator: Accelerator, settings: Settings, data: Data) -> Run
         settings = dataclasses.replace(settings, training=dataclasses.replace(training, eval_steps=epoch))
     run = assemble_run(
         accelerator, settings, lambda: build_model(settings.model, data.config),
-        loss=pair_loss, batches=data.batches, held_out=data.held_out, fingerprint=data.fingerprint,
+        batches=data.batches, held_out=data.held_out, fingerprint=data.fingerprint,
         default_steps=0,
     )  # fmt: skip
     best = BestModel(run.folder / "best")
     run.kept_folder, run.after_measuring = best.folder, best.consider
     return run
-
-
-def pair_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the classes."""
-    return model(**batch).loss
 
 
 def _contents(rows: Dataset) -> list[np.ndarray]:

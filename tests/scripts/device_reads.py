@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_comera import RankAdapter
+from hf_comera.modules.head_and_loss import HeadAndLoss
 from hf_comera.training.cuda_graphs.capture import CaptureWatch
 from hf_comera.tt.padding import RaggedStacks
 
@@ -49,6 +50,8 @@ def forbid_waiting(monkeypatch, train_loop):
     monkeypatch.setattr(train_loop, "optimizer_step", watched)
     monkeypatch.setattr(RankAdapter, "_cut", unwatched(RankAdapter._cut))
     monkeypatch.setattr(RaggedStacks, "_indices", unwatched(RaggedStacks._indices))  # tables on the host, of shapes
+    # The loss of a language model counts the tokens with a label, which steps as CUDA graphs do not
+    monkeypatch.setattr(HeadAndLoss, "_loss", unwatched(HeadAndLoss._loss))
     # Transformers itself asks in every plain forward whether the mask hides anything
     for name in ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"):
         monkeypatch.setattr(f"transformers.masking_utils.{name}", lambda *args, **settings: False)

@@ -1,24 +1,12 @@
-"""scripts/codebert/masking.py: masks and order follow from seed and position, the loss is the model's own."""
+"""scripts/codebert/masking.py: masks and order follow from nothing but seed and position."""
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    DistilBertConfig,
-    DistilBertForMaskedLM,
-    ElectraConfig,
-    ElectraForMaskedLM,
-    RobertaConfig,
-    RobertaForMaskedLM,
-)
 
-from codebert.masking import IGNORED, Masking, TrainingBatches, held_out_batches, masked_loss
-from hf_comera import GraphedStep, TTMuon
+from codebert.masking import IGNORED, Masking, TrainingBatches, held_out_batches
 from loop.batches import epoch_order
-from tests.training.tape_capture import use_tape
 
 VOCABULARY = 1000
 
@@ -130,68 +118,3 @@ def test_held_out_batches_are_fixed_and_complete(masking):
     )
     assert sum(len(batch["labels"]) for batch in batches) == 10
     assert all(torch.equal(one["labels"], two["labels"]) for one, two in zip(batches, again, strict=True))
-
-
-SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-MODELS = [
-    pytest.param(RobertaForMaskedLM, RobertaConfig(**SMALL, intermediate_size=32), id="roberta"),
-    pytest.param(BertForMaskedLM, BertConfig(**SMALL, intermediate_size=32), id="bert"),
-    pytest.param(ElectraForMaskedLM, ElectraConfig(**SMALL, intermediate_size=32), id="electra"),
-    pytest.param(
-        DistilBertForMaskedLM, DistilBertConfig(vocab_size=VOCABULARY, dim=32, n_layers=1, n_heads=2, hidden_dim=32),
-        id="distilbert",
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("model_class", "config"), MODELS)
-def test_loss_is_that_of_the_model(masking, model_class, config):
-    model = model_class(config).eval()
-    batch = masking.batch(sequences(8), 0, 0, 0)
-    torch.testing.assert_close(masked_loss(model, batch), model(**batch).loss)
-    count = (batch["labels"] != IGNORED).sum()
-    torch.testing.assert_close(masked_loss(model, batch, reduction="sum"), model(**batch).loss * count)
-
-
-def test_places_that_come_with_a_batch_change_nothing(masking):
-    model = RobertaForMaskedLM(RobertaConfig(**SMALL, intermediate_size=32)).eval()
-    batch = stream(masking)[0]
-    losses = [masked_loss(model, batch), masked_loss(model, {k: v for k, v in batch.items() if k != "hidden_at"})]
-    assert torch.equal(*losses)
-    assert (batch["labels"].flatten()[batch["hidden_at"]] != IGNORED).all()
-    assert len(batch["hidden_at"]) == (batch["labels"] != IGNORED).sum()
-
-
-def test_model_is_left_as_it_was(masking):
-    model = RobertaForMaskedLM(RobertaConfig(**SMALL, intermediate_size=32)).eval()
-    batch = masking.batch(sequences(8), 0, 0, 0)
-    masked_loss(model, batch).backward()
-    assert model(**batch).logits.shape == (*batch["input_ids"].shape, VOCABULARY)
-
-
-class UnknownHead(torch.nn.Module):
-    """A model whose head has a name that is not known."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.inside = model
-
-    def forward(self, **inputs):
-        return self.inside(**inputs)
-
-
-def test_unknown_head_gives_the_same_loss(masking):
-    model = RobertaForMaskedLM(RobertaConfig(**SMALL, intermediate_size=32)).eval()
-    batch = masking.batch(sequences(8), 0, 0, 0)
-    torch.testing.assert_close(masked_loss(UnknownHead(model), batch), model(**batch).loss)
-
-
-def test_steps_with_this_loss_are_not_recorded_and_say_why(masking, monkeypatch):
-    use_tape(monkeypatch)
-    model = RobertaForMaskedLM(RobertaConfig(**SMALL, intermediate_size=32))
-    batch = masking.batch(sequences(8), 0, 0, 0)
-    step = GraphedStep(model, TTMuon(model), compute_loss=lambda b: masked_loss(model, b), num_warmup_steps=1)
-    losses = [step(batch).item() for _ in range(4)]
-    assert losses[-1] < losses[0]
-    assert "makes a result whose size depends on values (aten.nonzero.default)" in step.reason
-    assert (step.num_warmups, step.num_eager) == (1, 3)
