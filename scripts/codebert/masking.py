@@ -137,10 +137,6 @@ class HeldOut:
         self.batches = batches
         self.num_targets = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
 
-    def measure(self, accelerator: Accelerator, model: nn.Module) -> dict[str, float]:
-        """All figures the training loop is to note down."""
-        return {"held_out_loss": self.loss(accelerator, model)}
-
     @torch.no_grad()
     def loss(self, accelerator: Accelerator, model: nn.Module) -> float:
         """Mean cross-entropy over all hidden tokens, in nats, without dropout."""

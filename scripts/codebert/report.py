@@ -17,13 +17,13 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokeni
 
 import hf_comera
 from codebert.model import dense_twin
+from codebert.run import History, Run
 from codebert.settings import Settings
 from codebert.speed import SpeedComparison, compare_speed
 from codebert.tokens import bimodal_ids
 from hf_comera import SizeReport
 from loop.measure import machine
 from loop.outcome import describe_machine, write_whole
-from loop.train import History, Run
 
 _NAME = re.compile(r"[A-Za-z_]\w{2,}")
 

@@ -8,6 +8,7 @@ from loop.settings import (
     RankSettings,
     SettingGroups,
     check_files,
+    check_graphs,
     check_ranges,
     check_ranks,
     read_groups,
@@ -135,6 +136,7 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
     demo = not (settings.model.model_name_or_path or settings.model.config_name or settings.model.dense)
     if demo and not wants_adaptation(settings.training):
         settings.training.target_core_ratio = DEMO_CORE_RATIO
+    check_graphs(settings.training)
     check_ranks(settings.training, settings.model.dense)
     return settings
 

@@ -1,1 +1,1 @@
-"""What every training script shares: settings, the loop, checkpoints, and how a run is launched and measured."""
+"""What every training script shares: settings, checkpoints, and how a run is launched, interrupted and measured."""

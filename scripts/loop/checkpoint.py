@@ -8,13 +8,14 @@ import os
 import pickle
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from torch import Tensor
 
 from hf_comera.training.whole_checkpoint import (
@@ -30,7 +31,13 @@ from hf_comera.training.whole_checkpoint import (
 from loop.settings import LoopSettings
 
 logger = logging.getLogger(__name__)
-_SETTINGS, _STATES, _HISTORY = "run_settings.json", "states.json", "history.json"
+SETTINGS = "run_settings.json"
+"""All that decides the numbers of a run, in each of its checkpoints."""
+
+_STATES, _HISTORY = "states.json", "history.json"
+STATES = (_HISTORY, _STATES)
+"""Files of a checkpoint of :func:`save_checkpoint` without which no run goes on, besides its settings."""
+
 # What a run may change on its way without changing its numbers.
 FREE_SETTINGS = frozenset({
     "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "checkpointing_steps", "save_total_limit",
@@ -114,11 +121,9 @@ def save_checkpoint(
     history: dict[str, Any],
     stateful: Mapping[str, Stateful],
     keep: int,
-    kept_folder: Path | None = None,
 ) -> Path:
     """Write everything needed to continue after ``step``, and drop all but the newest ``keep`` checkpoints.
 
-    ``kept_folder``, where it exists, is copied into the checkpoint; :func:`restore_folder` brings it back.
     An interruption leaves no half checkpoint (:mod:`hf_comera.training.whole_checkpoint`).
 
     Raises:
@@ -134,9 +139,7 @@ def save_checkpoint(
         (unfinished / f"random_states_{own}.pkl").unlink(missing_ok=True)  # JSON below: Accelerate skips a bad one
         _write(unfinished / f"random_states_{own}.json", random_states(accelerator.device))
         if is_main:
-            if kept_folder is not None and kept_folder.is_dir():
-                shutil.copytree(kept_folder, unfinished / kept_folder.name)
-            _write(unfinished / _SETTINGS, identity)
+            _write(unfinished / SETTINGS, identity)
             _write(unfinished / _STATES, {name: holder.state_dict() for name, holder in stateful.items()})
             _write(unfinished / _HISTORY, history)
     if is_main:
@@ -164,55 +167,57 @@ def load_checkpoint(accelerator: Accelerator, path: Path, stateful: Mapping[str,
     set_random_states(_read(path / f"random_states_{accelerator.process_index}.json"), accelerator.device)
 
 
-def restore_folder(accelerator: Accelerator, checkpoint: Path, kept_folder: Path) -> None:
+def restore_folder(checkpoint: Path, kept_folder: Path) -> None:
     """Bring ``kept_folder`` to the state it had when the checkpoint was written."""
-    if accelerator.is_main_process:
+    if PartialState().is_main_process:
         shutil.rmtree(kept_folder, ignore_errors=True)
         if (checkpoint / kept_folder.name).is_dir():
             shutil.copytree(checkpoint / kept_folder.name, kept_folder)
-    accelerator.wait_for_everyone()
+    PartialState().wait_for_everyone()
 
 
-def find_checkpoint(wanted: str, folder: Path, command: Callable[[Path], str]) -> Path:
+def find_checkpoint(wanted: str, folder: Path, command: Callable[[Path], str], needed: Sequence[str] = STATES) -> Path:
     """The checkpoint called ``wanted``: a folder, or "latest" for the newest whole one in ``folder``.
 
     Args:
         wanted: What ``--resume_from_checkpoint`` says.
         folder: That of the run.
         command: Of a checkpoint, the command that resumes from it.
+        needed: Files without which the script cannot go on, besides the settings.
 
     Raises:
         ValueError: If there is none, or a file of it is damaged, missing or of something else.
     """
+    flaw_of = partial(_flaw, needed=needed)
     if wanted == "latest":
-        newest, flaws = newest_whole(folder, _flaw)
+        newest, flaws = newest_whole(folder, flaw_of)
         if newest is None:
             raise ValueError(_none_to_resume(folder, flaws))
         for flaw in flaws if os.environ.get("LOCAL_RANK", "0") == "0" else ():  # all processes look
             logger.warning("Passed over, since %s.", flaw)
         return newest
     path = Path(wanted)
-    if not (path / MANIFEST).is_file() and not (path / _HISTORY).is_file():
+    if not (path / MANIFEST).is_file() and not (path / needed[0]).is_file():
         names = ", ".join(map(str, checkpoints(folder))) or f"none in {folder}"
         raise ValueError(f"--resume_from_checkpoint {wanted} is not a checkpoint of this script. There are: {names}.")
-    flaw = _flaw(path)
+    flaw = flaw_of(path)
     if flaw is not None:
         is_numbered = path in checkpoints(path.parent)
-        before, _ = newest_whole(path.parent, _flaw, below=checkpoint_step(path) if is_numbered else None)
+        before, _ = newest_whole(path.parent, flaw_of, below=checkpoint_step(path) if is_numbered else None)
         way = f"The newest whole one before it:\n  {command(before)}" if before else "None before it is whole."
         raise ValueError(f"--resume_from_checkpoint {wanted}: {flaw}. {way}")
     return path
 
 
-def _flaw(path: Path) -> str | None:
+def _flaw(path: Path, needed: Sequence[str]) -> str | None:
     """What keeps a run from being resumed from a checkpoint, or None."""
-    if not (path / MANIFEST).is_file() and (path / _HISTORY).is_file():
+    if not (path / MANIFEST).is_file() and (path / needed[0]).is_file():
         return (
             f"{path / MANIFEST} is missing: it was removed, or the checkpoint is of an earlier version of this "
             "script, whose states can run code when they are read. Only that version can go on from it"
         )
     found = damage(path)
-    lacking = [name for name in (_HISTORY, _SETTINGS, _STATES) if not (path / name).is_file()]
+    lacking = [name for name in (*needed, SETTINGS) if not (path / name).is_file()]
     if found is None and lacking:
         return f"{path} has no {lacking[0]}: it was not written by this script"
     return found
@@ -230,13 +235,13 @@ def _none_to_resume(folder: Path, flaws: list[str]) -> str:
     )
 
 
-def read_history(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """The history stored in a checkpoint, once it is sure that the checkpoint is of the same run.
+def check_identity(path: Path, identity: dict[str, Any]) -> None:
+    """Make sure that a checkpoint is of the same run.
 
     Raises:
         ValueError: If the checkpoint was written by a run with other settings or other data.
     """
-    stored = _read(path / _SETTINGS)
+    stored = _read(path / SETTINGS)
     present = json.loads(json.dumps(identity))
     differing = [
         f"{name} was {stored.get(name)!r}, is {present.get(name)!r}"
@@ -248,23 +253,32 @@ def read_history(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
             f"{path} was written by a run with other settings: {'; '.join(differing)}. Resume with the same settings, "
             "or start a new run in another --output_dir."
         )
+
+
+def read_history(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """The history stored in a checkpoint of the same run.
+
+    Raises:
+        ValueError: If the checkpoint was written by a run with other settings or other data.
+    """
+    check_identity(path, identity)
     return _read(path / _HISTORY)
 
 
-def open_folder(accelerator: Accelerator, training: LoopSettings, command: Callable[[Path], str]) -> Path | None:
+def open_folder(training: LoopSettings, command: Callable[[Path], str], needed: Sequence[str] = STATES) -> Path | None:
     """Find the checkpoint to resume from, or else make the output folder of a new run.
 
     Args:
-        accelerator: Of the run.
         training: Names both.
         command: Of a checkpoint, the command that resumes from it.
+        needed: Files without which the script cannot go on, besides the settings.
     """
     folder = Path(training.output_dir)
     if training.resume_from_checkpoint:
-        return find_checkpoint(training.resume_from_checkpoint, folder, command)
-    if accelerator.is_main_process:
+        return find_checkpoint(training.resume_from_checkpoint, folder, command, needed)
+    if PartialState().is_main_process:
         prepare_folder(folder, overwrite=training.overwrite_output_dir)
-    accelerator.wait_for_everyone()
+    PartialState().wait_for_everyone()
     return None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from rich.console import Console
 
 import hf_comera
@@ -19,7 +19,6 @@ from hf_comera.hub.checkpoint import disk_refusal
 from loop.measure import program
 from loop.memory import keep_freed_memory
 from loop.settings import LoopSettings
-from loop.train import Run
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 OWN_FOLDERS = (Path(hf_comera.__file__).resolve().parent, SCRIPTS, SCRIPTS.with_name("benchmarks"))
@@ -45,43 +44,46 @@ def make_accelerator(training: LoopSettings, name: str, settings: Mapping[str, A
         log_with=training.report_to if training.with_tracking else None,
         project_dir=training.output_dir,
     )
-    if accelerator.device.type == "cpu":
-        # accelerate launch leaves one thread to a script it starts on the CPU without being told a number
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        keep_freed_memory()
-        torch.set_num_threads(training.num_threads or max(1, cores // accelerator.num_processes))
+    prepare_process(training)
     if training.with_tracking:
         known = {name: value for name, value in settings.items() if value is not None}
         accelerator.init_trackers(name, config=known)
     return accelerator
 
 
-def describe_devices(accelerator: Accelerator) -> str:
+def prepare_process(training: LoopSettings) -> None:
+    """Set threads and memory of a process that computes on the CPU."""
+    state = PartialState()
+    if state.device.type == "cpu":
+        # accelerate launch leaves one thread to a script it starts on the CPU without being told a number
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        keep_freed_memory()
+        torch.set_num_threads(training.num_threads or max(1, cores // state.num_processes))
+
+
+def describe_devices() -> str:
     """What is trained on, in a few words."""
-    devices = f"{accelerator.num_processes} x {accelerator.device.type}"
-    if accelerator.device.type == "cpu":
+    state = PartialState()
+    devices = f"{state.num_processes} x {state.device.type}"
+    if state.device.type == "cpu":
         devices += f", {torch.get_num_threads()} threads each"
     return devices
 
 
-def shut_down(accelerator: Accelerator, run: Run) -> None:
-    """Finish trackers and processes.
+def shut_down(accelerator: Accelerator) -> None:
+    """Finish trackers and processes; the caller has let go of the model as Accelerate wrapped it.
 
     With gloo, a DDP object that outlives its process group deadlocks now and then (torch 2.13): its destructor joins a
     thread that waits for the interpreter's lock. So it goes first.
     """
-    run.model = accelerator.unwrap_model(run.model)
     accelerator.free_memory()
     gc.collect()
     accelerator.end_training()
 
 
-def say_how_to_resume(run: Run, script: str, arguments: Sequence[str], console: Console) -> None:
+def say_how_to_resume(step: int, total_steps: int, command: str, console: Console) -> None:
     """Print that the run was interrupted, and the command that goes on with it."""
-    resume = resume_command(script, arguments, "latest")
-    console.print(
-        f"\nInterrupted after step {run.step} of {run.total_steps}; everything is saved. Go on with:\n  {resume}"
-    )
+    console.print(f"\nInterrupted after step {step} of {total_steps}; everything is saved. Go on with:\n  {command}")
 
 
 def resume_command(script: str, arguments: Sequence[str], checkpoint: str | os.PathLike[str]) -> str:

@@ -4,18 +4,20 @@ import importlib.metadata
 import json
 import platform
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from loop.measure import machine
 from loop.memory import bytes_by_kind
-from loop.train import Run
 
-PACKAGES = ("hf_comera", "torch", "transformers", "accelerate", "tokenizers", "datasets", "evaluate")
+PACKAGES = ("hf_comera", "torch", "transformers", "accelerate", "tokenizers", "datasets")
 PART = 10
 """First and last steps are compared by this part of all."""
 BYTES = {
@@ -25,40 +27,45 @@ BYTES = {
 }
 
 
-def show_ranks(run: Run, console: Console) -> None:
+def training_bytes(model: PreTrainedModel, optimizer: Optimizer) -> dict[str, int]:
+    """Bytes of weights, of their gradients, present or not, and of the optimizer's state."""
+    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    return bytes_by_kind(model, [optimizer])._replace(gradients=gradients)._asdict()
+
+
+def show_ranks(
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    step_seconds: Sequence[float],
+    first_bytes: Mapping[str, int],
+    folder: Path,
+    console: Console,
+) -> None:
     """Print ranks, time and memory before and after, and draw the ranks with the size over the steps.
 
-    Nothing if ranks were not trained.
+    Args:
+        model: Its ranks were trained.
+        optimizer: Its optimizer.
+        step_seconds: Of all steps.
+        first_bytes: :func:`training_bytes` after the first of them.
+        folder: Where the picture goes.
+        console: Where the rest goes.
     """
-    if run.adapter is None:
-        return
-    report = run.accelerator.unwrap_model(run.model).rank_report()
+    report = model.rank_report()
     console.print(report)
-    console.print(_savings(run))
-    try:
-        report.plot(run.folder / "ranks.png")
-    except ImportError as error:
-        console.print(f"No picture of the ranks: {error}")
-
-
-def _savings(run: Run) -> Table:
-    """Time and memory of a step, at first and at last."""
-    assert run.adapter is not None
-    history, sizes = run.history, run.adapter.history.parameters
-    part = max(1, run.step // PART)
-    seconds = [statistics.median(steps) for steps in (history.step_seconds[:part], history.step_seconds[-part:])]
-    for parameter in run.model.parameters():  # as they were when the first figure was taken
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = parameter.detach().new_zeros(parameter.shape)
-    last_bytes = bytes_by_kind(run.model, [run.optimizer])._asdict()
-    run.optimizer.zero_grad()
+    part = max(1, len(step_seconds) // PART)
+    seconds = [statistics.median(steps) for steps in (step_seconds[:part], step_seconds[-part:])]
     table = Table("", "before", "after", title="What was saved", title_justify="left")
-    table.add_row("parameters", *(f"{size:,}" for size in (sizes[0], sizes[-1])))
+    table.add_row("parameters", *(f"{size:,}" for size in (report.sizes[0], report.sizes[-1])))
     for what, kinds in BYTES.items():
-        sums = (sum(of_kind[kind] for kind in kinds) for of_kind in (history.first_bytes, last_bytes))
+        sums = (sum(of_kind[kind] for kind in kinds) for of_kind in (first_bytes, training_bytes(model, optimizer)))
         table.add_row(what, *(f"{num_bytes / 1e6:,.2f} MB" for num_bytes in sums))
     table.add_row("seconds a step (median)", *(f"{value:.4f}" for value in seconds))
-    return table
+    console.print(table)
+    try:
+        report.plot(folder / "ranks.png")
+    except ImportError as error:
+        console.print(f"No picture of the ranks: {error}")
 
 
 def describe_machine() -> dict[str, Any]:

@@ -3,16 +3,16 @@
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 from transformers import HfArgumentParser
 
-from hf_comera import RankAdaptation, RankAdapter, size_report
+from hf_comera import RankAdaptation, size_report
 from hf_comera.memory.policy import NAMED_POLICIES
 
 # Those that need no setting of their own.
@@ -77,6 +77,13 @@ class LoopSettings:
     num_threads: int | None = setting(
         None, "CPU threads a process computes with. Default: all cores, shared out among the processes."
     )
+    cuda_graphs: bool = setting(
+        False, "Replay training steps as CUDA graphs, one for each of eight lengths that batches are padded to."
+    )
+    kernels: bool = setting(False, "Use the CUDA kernels of hf_comera where they can run.")
+    fp8: bool = setting(
+        False, "Multiply in FP8 in dense linear layers of at least 2048 features, on GPUs that can (sm_89 and newer)."
+    )
     dataloader_num_workers: int = setting(0, "Processes that prepare batches ahead; the numbers stay the same.")
     with_tracking: bool = setting(False, "Log to a tracker, see --report_to.")
     report_to: str = setting("all", "tensorboard, wandb, trackio, ... or all that are installed.")
@@ -131,6 +138,24 @@ def check_ranges(values: Mapping[str, Any], *, positive: Sequence[str] = (), not
     for name in (*not_negative, *_NOT_NEGATIVE):
         if values[name] is not None and values[name] < 0:
             raise ValueError(f"--{name} {values[name]} must be 0 or greater.")
+
+
+def check_graphs(training: LoopSettings) -> None:
+    """Refuse CUDA graphs with what they cannot hold.
+
+    Raises:
+        ValueError: If gradients are accumulated or losses are scaled.
+    """
+    if training.cuda_graphs and training.gradient_accumulation_steps > 1:
+        raise ValueError(
+            f"--cuda_graphs makes a step of one batch, and --gradient_accumulation_steps "
+            f"{training.gradient_accumulation_steps} of several. Use a larger --per_device_train_batch_size instead."
+        )
+    if training.cuda_graphs and training.mixed_precision == "fp16":
+        raise ValueError(
+            "--cuda_graphs does not go with --mixed_precision fp16, whose scaler asks the host. "
+            "Use --mixed_precision bf16."
+        )
 
 
 def check_files(**paths: str | None) -> None:
@@ -212,7 +237,7 @@ def _asked_by(settings: RankSettings) -> str:
 
 
 def rank_adaptation(settings: RankSettings, model: nn.Module) -> RankAdaptation | None:
-    """What :class:`RankAdapter` needs to know, for a compressed ``model`` as it starts; None if ranks stay."""
+    """What rank adaptation needs to know, for a compressed ``model`` as it starts; None if ranks stay."""
     if not wants_adaptation(settings):
         return None
     parameters = settings.target_parameters
@@ -234,18 +259,15 @@ def _steps(length: float) -> int | float:
     return int(length) if length > 1 else length
 
 
-def make_adapter(
-    settings: RankSettings, model: nn.Module, optimizer: Optimizer, adaptation: RankAdaptation, total_steps: int
-) -> RankAdapter:
-    """What trains the ranks of ``model``.
-
-    Raises:
-        ValueError: If it cannot, for example since the size is impossible; the message begins with the option given.
-    """
+@contextmanager
+def naming_the_option(settings: RankSettings) -> Iterator[None]:
+    """Within, what rank adaptation refuses, such as an impossible size, begins with the option that asked for it."""
     try:
-        return RankAdapter(model, optimizer, adaptation, total_steps=total_steps)
+        yield
     except ValueError as problem:
-        raise ValueError(f"{_asked_by(settings)}: {problem}") from problem
+        if str(problem).startswith("target_"):
+            raise ValueError(f"{_asked_by(settings)}: {problem}") from problem
+        raise
 
 
 def describe_ranks(settings: RankSettings) -> str:

@@ -9,18 +9,17 @@ from typing import Any
 from filelock import FileLock
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from transformers import PreTrainedModel, TrainingArguments
 
 from hf_comera import SizeReport, size_report
-from loop.assembly import count_warmup
 from loop.measure import MACHINE_IDENTITY, replace_rows, without_folder
 from loop.outcome import describe_machine, write_whole
 from loop.settings import describe_ranks
-from loop.train import History, Run
 from mnli.data import describe_source
 from mnli.model import describe_shapes
 from mnli.settings import Settings
 from mnli.setup import Data
+from mnli.trainer import ACCURACY, LOSS, BestModel, PairTrainer, StepCosts
 
 ROW_IDENTITY = (
     "shapes", "ranks", "config_overrides", "optimizer", "learning_rate", "weight_decay", "max_grad_norm",
@@ -42,13 +41,17 @@ class NliOutcome:
     sizes: SizeReport
     shapes: str
     """Factors and ranks: dense, paper, or rank and the largest rank."""
-    history: History
+    steps: int
+    seconds: float
+    """Of all steps, held-out measurements and checkpoints not counted."""
     steps_per_epoch: float
+    log: list[dict[str, float]]
+    """What the Trainer logged."""
 
     @property
     def seconds_per_step(self) -> float:
-        """Mean over the run, held-out measurements and checkpoints not counted."""
-        return self.history.seconds / len(self.history.losses)
+        """Mean over the run."""
+        return self.seconds / self.steps
 
     def as_dict(self) -> dict[str, Any]:
         """The figures, ready for JSON."""
@@ -62,38 +65,48 @@ class NliOutcome:
             "dense_ratio": self.sizes.ratio,
             "tensorised_ratio": self.sizes.compressed_ratio,
             "sizes": dataclasses.asdict(self.sizes),
-            "steps": len(self.history.losses),
+            "steps": self.steps,
             "steps_per_epoch": self.steps_per_epoch,
             "seconds_per_step": self.seconds_per_step,
             "seconds_per_epoch": self.seconds_per_step * self.steps_per_epoch,
-            "held_out_losses": self.history.held_out,
-            "held_out_accuracies": self.history.figures["accuracy"],
-            "losses": self.history.losses,
+            "held_out_losses": self._logged(LOSS),
+            "held_out_accuracies": self._logged(ACCURACY),
+            "losses": self._logged("loss"),
         }
 
+    def _logged(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) each time; losses are means since the time before."""
+        return [(int(entry["step"]), entry[name]) for entry in self.log if name in entry]
 
-def measure(model: nn.Module, data: Data, run: Run, settings: Settings, chosen_step: int) -> NliOutcome:
-    """Measure the chosen model on all validation and test pairs; every process has to take part."""
-    held_out = {"validation": data.validation, **data.tests}
-    figures = {name: pairs.measure(run.accelerator, model) for name, pairs in held_out.items()}
+
+def measure(
+    trainer: PairTrainer, model: PreTrainedModel, best: BestModel, costs: StepCosts, data: Data, settings: Settings
+) -> NliOutcome:
+    """Measure the best model on all validation and test pairs; every process has to take part."""
+    trainer.model = trainer.model_wrapped = model
+    figures = {name: trainer.predict(rows).metrics for name, rows in data.measured.items()}
     return NliOutcome(
-        accuracy={name: values["accuracy"] for name, values in figures.items()},
-        loss={name: values["held_out_loss"] for name, values in figures.items()},
-        num_pairs={"train": len(data.parts.train)} | {name: pairs.num_pairs for name, pairs in held_out.items()},
-        chosen_step=chosen_step,
+        accuracy={name: values["test_accuracy"] for name, values in figures.items()},
+        loss={name: values["test_held_out_loss"] for name, values in figures.items()},
+        num_pairs={"train": len(data.parts.train)} | {name: len(rows) for name, rows in data.measured.items()},
+        chosen_step=best.step(trainer.state),
         sizes=size_report(model),
         shapes=describe_shapes(settings.model, data.config),
-        history=run.history,
-        steps_per_epoch=data.steps_per_epoch(run.settings.gradient_accumulation_steps),
+        steps=trainer.state.global_step,
+        seconds=sum(costs.seconds),
+        steps_per_epoch=data.steps_per_epoch(settings.training.gradient_accumulation_steps),
+        log=trainer.state.log_history,
     )
 
 
-def write_results(outcome: NliOutcome, run: Run, settings: Settings, notes: list[str], command: str) -> None:
+def write_results(
+    outcome: NliOutcome, args: TrainingArguments, settings: Settings, notes: list[str], command: str
+) -> None:
     """Write ``results.json`` into the output folder and, if that is wanted, a row into the csv file."""
     here = describe_machine()
     rest = {"data": describe_source(settings.data), "notes": notes, "settings": settings.as_dict()}
     results = {**outcome.as_dict(), **rest, "machine": here, "command": command}
-    write_whole(results, run.folder / "results.json")
+    write_whole(results, Path(args.output_dir, "results.json"))
     if settings.training.results_file is None:
         return
     path = Path(settings.training.results_file)
@@ -101,7 +114,7 @@ def write_results(outcome: NliOutcome, run: Run, settings: Settings, notes: list
     locks.mkdir(parents=True, exist_ok=True)
     with FileLock(locks / f"{path.name}.lock"):  # several runs may end at once
         shown = shlex.join(word if word.endswith(".py") else without_folder(word) for word in shlex.split(command))
-        row = {**_row(outcome, run, settings), **_place(here), "command": shown}
+        row = {**_row(outcome, args, settings), **_place(here), "command": shown}
         replace_rows(path, [row], [*ROW_IDENTITY, *MACHINE_IDENTITY, "gpu"])
 
 
@@ -113,7 +126,7 @@ def print_results(outcome: NliOutcome, console: Console) -> None:
     for name, accuracy in outcome.accuracy.items():
         table.add_row(f"accuracy on {outcome.num_pairs[name]:,} pairs of {name}", f"{accuracy:.2%}")
     sizes = outcome.sizes
-    table.add_row("chosen after step", f"{outcome.chosen_step:,} of {len(outcome.history.losses):,}")
+    table.add_row("chosen after step", f"{outcome.chosen_step:,} of {outcome.steps:,}")
     table.add_row("parameters", f"{sizes.parameters:,}")
     if outcome.shapes != "dense":
         table.add_row("of the dense baseline", f"{sizes.dense_parameters:,}, {sizes.ratio:.1f}x as many")
@@ -122,9 +135,9 @@ def print_results(outcome: NliOutcome, console: Console) -> None:
     console.print(table)
 
 
-def _row(outcome: NliOutcome, run: Run, settings: Settings) -> dict[str, Any]:
+def _row(outcome: NliOutcome, args: TrainingArguments, settings: Settings) -> dict[str, Any]:
     model, training = settings.model, settings.training
-    processes, per_step = run.accelerator.num_processes, training.gradient_accumulation_steps
+    processes, per_step = args.world_size, training.gradient_accumulation_steps
     shared = {name: value for name, value in settings.as_dict().items() if name in ROW_IDENTITY}
     identity = {
         **shared,
@@ -132,10 +145,10 @@ def _row(outcome: NliOutcome, run: Run, settings: Settings) -> dict[str, Any]:
         "ranks": describe_ranks(training),
         "optimizer": "adamw" if model.dense and training.optimizer == "tt_muon" else training.optimizer,
         "config_overrides": model.config_overrides or "",
-        "num_warmup_steps": count_warmup(training, run.total_steps),
+        "num_warmup_steps": args.warmup_steps,
         "batch_size": training.per_device_train_batch_size * per_step * processes,
-        "steps": len(outcome.history.losses),
-        "precision": run.accelerator.mixed_precision,
+        "steps": outcome.steps,
+        "precision": args.mixed_precision,
         "data": describe_source(settings.data),
         "training_pairs": outcome.num_pairs["train"],
     }

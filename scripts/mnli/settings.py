@@ -8,6 +8,7 @@ from loop.settings import (
     RankSettings,
     SettingGroups,
     check_files,
+    check_graphs,
     check_ranges,
     check_ranks,
     read_groups,
@@ -124,6 +125,7 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
     check_ranges(settings.as_dict(), positive=("rank", "max_train_samples", "max_eval_samples"))
     if settings.model.dense and settings.model.rank is not None:
         raise ValueError(f"--rank {settings.model.rank} is of tensor trains, which --dense has none of. Give one.")
+    check_graphs(settings.training)
     check_ranks(settings.training, settings.model.dense)
     share = settings.data.validation_split_percentage
     if not 0 < share < 100:

@@ -11,6 +11,7 @@ from hf_comera import RankAdapter
 from hf_comera.modules.head_and_loss import HeadAndLoss
 from hf_comera.training.cuda_graphs.capture import CaptureWatch
 from hf_comera.tt.padding import RaggedStacks
+from mnli.trainer import StepCosts
 
 # On a CPU some of these leave no trace among the operations.
 READS = {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__bool__}
@@ -37,9 +38,25 @@ def unwatched(function):
     return call
 
 
-def forbid_waiting(monkeypatch, train_loop):
-    """Have every step fail that waits, save for its batches and cuts of ranks; returns the numbers of those steps."""
-    take_step, steps = train_loop.optimizer_step, []
+class ForbidWaiting(StepCosts):
+    """Has every step of a Trainer fail that waits; ``steps`` has the numbers of those that did not."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.watched = [], contextlib.ExitStack()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.watched.enter_context(no_waiting())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.watched.close()
+        self.steps.append(state.global_step)
+        super().on_step_end(args, state, control, **kwargs)
+
+
+def forbid_waiting_in(script, monkeypatch):
+    """Have every step of a loop fail that waits, save for its batches; returns the numbers of those that did not."""
+    take_step, steps = script.optimizer_step, []
 
     def watched(run, batches):
         fetched = iter([next(batches) for _ in range(run.settings.gradient_accumulation_steps)])
@@ -47,7 +64,12 @@ def forbid_waiting(monkeypatch, train_loop):
             take_step(run, fetched)
         steps.append(run.step)
 
-    monkeypatch.setattr(train_loop, "optimizer_step", watched)
+    monkeypatch.setattr(script, "optimizer_step", watched)
+    return steps
+
+
+def forbid_waiting(monkeypatch):
+    """Watch neither cuts of ranks nor what a model asks the device for."""
     monkeypatch.setattr(RankAdapter, "_cut", unwatched(RankAdapter._cut))
     monkeypatch.setattr(RaggedStacks, "_indices", unwatched(RaggedStacks._indices))  # tables on the host, of shapes
     # The loss of a language model counts the tokens with a label, which steps as CUDA graphs do not
@@ -55,4 +77,3 @@ def forbid_waiting(monkeypatch, train_loop):
     # Transformers itself asks in every plain forward whether the mask hides anything
     for name in ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"):
         monkeypatch.setattr(f"transformers.masking_utils.{name}", lambda *args, **settings: False)
-    return steps

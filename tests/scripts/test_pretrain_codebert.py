@@ -14,9 +14,10 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 import pretrain_codebert
 from codebert.settings import DEMO_CORE_RATIO
 from hf_comera import is_comera_model
+from hf_comera.ops import use_kernels
+from hf_comera.ops.cuda.switch import kernels_are_wanted
 from loop import launch as loop_launch
-from loop import train
-from tests.scripts.device_reads import forbid_waiting
+from tests.scripts.device_reads import forbid_waiting, forbid_waiting_in
 
 TINY = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,hidden_dropout_prob=0.1"
 SCRIPT = Path(pretrain_codebert.__file__)
@@ -59,14 +60,14 @@ def elsewhere(arguments, tmp_path):
 
 def interrupt_after(monkeypatch, step, number=signal.SIGINT):
     """Send this process a signal in the middle of a step."""
-    take_step = train.optimizer_step
+    take_step = pretrain_codebert.optimizer_step
 
     def step_and_signal(run, batches):
         if run.step == step - 1:
             os.kill(os.getpid(), number)
         take_step(run, batches)
 
-    monkeypatch.setattr(train, "optimizer_step", step_and_signal)
+    monkeypatch.setattr(pretrain_codebert, "optimizer_step", step_and_signal)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -123,6 +124,22 @@ def test_a_policy_changes_memory_and_not_the_losses(arguments, tmp_path):
     rebuilt = elsewhere(arguments, tmp_path)
     assert pretrain_codebert.main([*rebuilt, "--activation_policy", "rank"]) == 0
     assert metrics(rebuilt)["losses"] == metrics(arguments)["losses"]
+
+
+def test_graphs_kernels_and_fp8_are_passed_on(arguments, tmp_path, caplog):
+    """On a CPU: steps run as usual for want of CUDA graphs, and no layer is large enough for FP8."""
+    arguments[arguments.index("--gradient_accumulation_steps") + 1] = "1"
+    assert pretrain_codebert.main(arguments) == 0
+    fast = elsewhere(arguments, tmp_path)
+    try:
+        assert pretrain_codebert.main([*fast, "--cuda_graphs", "--kernels", "--fp8"]) == 0
+        assert kernels_are_wanted()
+    finally:
+        use_kernels(False)
+    for told in ("without a CUDA graph", "CUDA kernels were asked for", "set_fp8_linears(min_features=2048) changes"):
+        assert told in caplog.text
+    assert metrics(fast)["losses"] == metrics(arguments)["losses"]
+    assert metrics(fast)["training_tokens"] == metrics(arguments)["training_tokens"]
 
 
 def test_moments_in_fp8_train_and_resume(arguments, tmp_path, monkeypatch):
@@ -197,6 +214,7 @@ def test_two_processes_train_together_and_resume(arguments, tmp_path):
 
 
 def test_no_step_waits_for_the_device(arguments, monkeypatch):
-    steps = forbid_waiting(monkeypatch, train)
+    forbid_waiting(monkeypatch)
+    steps = forbid_waiting_in(pretrain_codebert, monkeypatch)
     assert pretrain_codebert.main([*arguments, "--logging_steps", "3", "--max_grad_norm", "0.5"]) == 0
     assert steps == list(range(1, 9))

@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 import pretrain_codebert
+from codebert import run as codebert_run
 from hf_comera.training.whole_checkpoint import checkpoints, damage
-from loop import train
 from loop.launch import run_script
 
 TINY = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,hidden_dropout_prob=0.1"
@@ -62,7 +62,7 @@ def no_file_larger(monkeypatch, owner, name, limit, calls=None):
 def test_a_checkpoint_for_which_there_is_no_room(limit, arguments, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "out"
     with monkeypatch.context() as patch:
-        no_file_larger(patch, train, "save_checkpoint", limit, calls=2)
+        no_file_larger(patch, codebert_run, "save_checkpoint", limit, calls=2)
         status, told = run(arguments, capsys)
     assert status == 2
     assert told.startswith("error: A checkpoint could not be written (")
@@ -95,14 +95,14 @@ def test_an_output_that_is_a_file(arguments, tmp_path, capsys):
 
 
 def test_an_output_folder_that_is_removed_meanwhile(arguments, tmp_path, monkeypatch, capsys):
-    step = train.optimizer_step
+    step = pretrain_codebert.optimizer_step
 
     def remove_and_step(run, batches):
         if run.step == 3:
             shutil.rmtree(tmp_path / "out")
         step(run, batches)
 
-    monkeypatch.setattr(train, "optimizer_step", remove_and_step)
+    monkeypatch.setattr(pretrain_codebert, "optimizer_step", remove_and_step)
     assert run(arguments, capsys)[0] == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names >= {"model.safetensors", "metrics.json", "tokenizer.json"}

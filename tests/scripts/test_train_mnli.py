@@ -16,8 +16,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 import train_mnli
 from hf_comera import is_comera_model, size_report
-from loop import train
-from tests.scripts.device_reads import forbid_waiting
+from mnli.trainer import PairTrainer, StepCosts
+from tests.scripts.device_reads import ForbidWaiting, forbid_waiting
 
 TINY = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,initializer_range=0.2"
 SCRIPT = Path(train_mnli.__file__)
@@ -69,7 +69,7 @@ def arguments(tokenizer_folder, tmp_path):
         "--tokenizer_name", tokenizer_folder, "--output_dir", str(tmp_path / "out"), "--config_overrides", TINY,
         "--max_length", "32", "--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "8",
         "--gradient_accumulation_steps", "2", "--max_train_steps", "8", "--num_warmup_steps", "2", "--eval_steps", "3",
-        "--rank", "4", "--num_threads", "1", "--use_cpu", "--learning_rate", "1e-2",
+        "--rank", "4", "--num_threads", "1", "--use_cpu", "--learning_rate", "1e-2", "--logging_steps", "1",
     ]  # fmt: skip
 
 
@@ -106,11 +106,13 @@ FORMS = [pytest.param([], True, id="tensor-train"), pytest.param(["--dense"], Fa
 
 @pytest.mark.parametrize(("options", "compressed"), FORMS)
 def test_learns_and_reports_the_kept_model(arguments, tmp_path, options, compressed):
-    arguments = changed(arguments, "max_train_steps", 40)
+    steady = f"{TINY},hidden_dropout_prob=0,attention_probs_dropout_prob=0"
+    arguments = changed(changed(arguments, "max_train_steps", 80), "config_overrides", steady)
     arguments = arguments if compressed else without(arguments, "rank")
     assert train_mnli.main([*arguments, *options]) == 0
     figures = results(tmp_path / "out")
-    assert sum(figures["losses"][-10:]) / 10 < 0.5 * figures["losses"][0]
+    losses = [loss for _, loss in figures["losses"]]
+    assert sum(losses[-10:]) / 10 < 0.5 * losses[0]
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert is_comera_model(model) is compressed
     sizes = size_report(model)
@@ -132,14 +134,15 @@ def test_every_pair_is_counted_in_the_accuracy(arguments, tmp_path):
 
 def interrupt_after(monkeypatch, step):
     """Send this process Ctrl-C in the middle of a step."""
-    take_step = train.optimizer_step
+    take_part = PairTrainer.training_step
 
-    def step_and_signal(run, batches):
-        if run.step == step - 1:
+    def part_and_signal(trainer, *args, **kwargs):
+        if trainer.state.global_step == step - 1:
             os.kill(os.getpid(), signal.SIGINT)
-        take_step(run, batches)
+            monkeypatch.undo()
+        return take_part(trainer, *args, **kwargs)
 
-    monkeypatch.setattr(train, "optimizer_step", step_and_signal)
+    monkeypatch.setattr(PairTrainer, "training_step", part_and_signal)
 
 
 def test_interrupted_run_resumes_number_for_number(arguments, tmp_path, monkeypatch, capsys):
@@ -177,8 +180,8 @@ def test_ranks_are_trained_and_resumed_across_cuts(arguments, tmp_path, monkeypa
     arguments = [*arguments, "--target_core_ratio", "0.4", "--eval_steps", "2"]
     shown, tracked = [], []
     with monkeypatch.context() as patch:
-        patch.setattr("loop.train.tqdm.set_postfix", lambda bar, names, **options: shown.append(names))
-        patch.setattr("accelerate.Accelerator.log", lambda accelerator, names, **options: tracked.append(names))
+        patch.setattr("tqdm.auto.tqdm.set_postfix", lambda bar, names, **options: shown.append(names))
+        patch.setattr(StepCosts, "on_log", lambda callback, *args, logs, **kwargs: tracked.append(logs))
         assert train_mnli.main([*changed(arguments, "output_dir", tmp_path / "whole")]) == 0
     assert {"loss", "held-out", "stage", "ranks", "parameters", "size"} <= shown[-1].keys()
     figures = {"loss", "smoothed_loss", "rank_stage", "live_ranks", "parameters", "relaxed_size"}
@@ -271,6 +274,8 @@ def test_two_processes_count_each_pair_once(arguments, tmp_path):
 
 
 def test_no_step_waits_for_the_device(arguments, monkeypatch):
-    steps = forbid_waiting(monkeypatch, train)
+    forbid_waiting(monkeypatch)
+    watch = ForbidWaiting()
+    monkeypatch.setattr(train_mnli, "StepCosts", lambda: watch)
     assert train_mnli.main([*arguments, "--logging_steps", "3", "--max_grad_norm", "0.5"]) == 0
-    assert steps == list(range(1, 9))
+    assert watch.steps == list(range(1, 9))

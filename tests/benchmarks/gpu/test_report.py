@@ -15,7 +15,7 @@ from benchmarks.gpu.plan import STEPS
 ROOT = Path(__file__).resolve().parents[3]
 needs_emulation = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 WITHOUT = "import sys\nfor name in {names}:\n    sys.modules[name] = None\n"
-NOT_ON_THE_MACHINE = ("datasets", "evaluate", "matplotlib", "pandas")
+NOT_ON_THE_MACHINE = ("datasets", "matplotlib", "pandas")
 """Packages of the scripts that the report must do without."""
 
 

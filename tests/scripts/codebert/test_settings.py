@@ -3,7 +3,7 @@
 import pytest
 
 from codebert.settings import DEMO_CORE_RATIO, DEMO_STEPS, parse_settings
-from loop.assembly import count_steps, count_warmup
+from loop.setup import count_steps, count_warmup
 
 
 def test_defaults_are_the_demo():
@@ -58,6 +58,8 @@ REFUSED = [
     (["--tokenizer_name", "a", "--vocab_size", "4096"], "Give one of them"),
     (["--dataset_name", "a", "--train_file", "b.json"], "give one of them"),
     (["--validation_file", "b.json"], "needs --train_file"),
+    (["--cuda_graphs", "--gradient_accumulation_steps", "2"], "Use a larger --per_device_train_batch_size"),
+    (["--cuda_graphs", "--mixed_precision", "fp16"], "Use --mixed_precision bf16"),
     (["--max_train_step", "5"], "--max_train_step is not an option here. Did you mean --max_train_steps?"),
     (["--train_file", "nowhere.json"], "nowhere.json is not a file here"),
 ]

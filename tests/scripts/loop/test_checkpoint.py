@@ -33,10 +33,10 @@ def accelerator():
     return accelerator
 
 
-def save(accelerator, folder, step, keep=2, stateful=None, kept_folder=None):
+def save(accelerator, folder, step, keep=2, stateful=None):
     return save_checkpoint(
         accelerator, folder, step, identity=IDENTITY, history={"losses": [0.1 + 0.2] * step}, keep=keep,
-        stateful=stateful or {}, kept_folder=kept_folder,
+        stateful=stateful or {},
     )  # fmt: skip
 
 
@@ -104,20 +104,18 @@ def test_killed_at_any_step_of_a_save_a_whole_checkpoint_is_there(accelerator, t
 @pytest.fixture
 def two_checkpoints(accelerator, tmp_path):
     """A folder with two checkpoints that differ in every file but the settings."""
-    (tmp_path / "out" / "best").mkdir(parents=True)
     scheduler = get_scheduler("linear", accelerator._optimizers[0], 2, 8)
     for step in (1, 2):
-        (tmp_path / "out" / "best" / "model.bin").write_text(str(step), encoding="utf-8")
         accelerator._models[0](torch.ones(2)).sum().backward()
         accelerator._optimizers[0].step()
         scheduler.step()
         torch.rand(1)
-        save(accelerator, tmp_path / "out", step, stateful={"schedule": scheduler}, kept_folder=tmp_path / "out/best")
+        save(accelerator, tmp_path / "out", step, stateful={"schedule": scheduler})
     return tmp_path / "out"
 
 
 FILES = [
-    "best/model.bin", MANIFEST, "history.json", "model.safetensors", "optimizer.bin", "random_states_0.json",
+    MANIFEST, "history.json", "model.safetensors", "optimizer.bin", "random_states_0.json",
     "run_settings.json", "states.json",
 ]  # fmt: skip
 
