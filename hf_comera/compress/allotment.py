@@ -6,6 +6,7 @@ parameter until the size holds.
 """
 
 import dataclasses
+import logging
 import math
 
 from hf_comera.compress.calibration import Calibration
@@ -14,6 +15,8 @@ from hf_comera.compress.plan import CompressionPlan, LayerPlan
 from hf_comera.compress.trimming import LayerRanks, smallest_size, trim
 
 __all__ = ["allot", "calibrated_plan", "load_calibration", "refuse_target"]
+
+logger = logging.getLogger(__name__)
 
 
 def load_calibration(config: ComeraConfig) -> Calibration | None:
@@ -34,6 +37,13 @@ def calibrated_plan(plan: CompressionPlan, config: ComeraConfig, calibration: Ca
     if calibration is None:
         refuse_target(config)
         return plan
+    unknown = [x.name for x in plan.layers if x.name in calibration.layers and not calibration.knows(x.name)]
+    if unknown:
+        logger.warning(
+            "%d layers saw fewer inputs than an input has numbers, for example %s. They are decomposed by their "
+            "weights alone, and count as the least sensitive ones. Give calibrate more batches.",
+            len(unknown), unknown[0],
+        )  # fmt: skip
     return allot(plan, config, calibration) if _target_name(config) else plan
 
 

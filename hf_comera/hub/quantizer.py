@@ -255,9 +255,9 @@ class _Unpack(ConversionOps):
     """Turns a weight in int8 or int4 rows into the floating-point numbers that it stands for; leaves all else."""
 
     def __init__(self, quantizer: ComeraQuantizer) -> None:
-        self.load_dtype = quantizer.load_dtype
+        self.load_dtype: Any = quantizer.load_dtype
 
-    def convert(
+    def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], *, full_layer_name: str, model: PreTrainedModel, **kwargs: Any
     ) -> dict[str, Tensor]:
         """Unpack the one tensor in ``input_dict``."""
@@ -346,8 +346,9 @@ def _forget_unpacking(model: PreTrainedModel) -> None:
     Raises:
         ValueError: If a conversion of the architecture kept a packed weight from being unpacked.
     """
-    if getattr(model, "_weight_conversions", None):
-        model._weight_conversions = [entry for entry in model._weight_conversions if not _unpacks(entry)]
+    conversions: Any = getattr(model, "_weight_conversions", None)
+    if conversions:
+        model.__dict__["_weight_conversions"] = [entry for entry in conversions if not _unpacks(entry)]
     for name, parameter in model.named_parameters():
         if parameter.dtype in PACKED_DTYPES:
             raise ValueError(
@@ -413,6 +414,6 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype | None) -> list[str]:
+def _kept_in_float32(model: PreTrainedModel, dtype: Any) -> list[str]:
     """Expressions for parameters that an architecture wants in float32, whatever the model is loaded in."""
     return [key.replace(".", r"\.") for key in model._get_dtype_plan(dtype)]

@@ -67,12 +67,12 @@ class HealingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Check the values, beside what the Trainer checks."""
-        for name, kind, example in (
+        for name, kind, usual in (
             ("objective", Objective, "auto"), ("pooling", Pooling, "mean"), ("hidden_schedule", Schedule, "cosine"),
         ):  # fmt: skip
             if getattr(self, name) not in get_args(kind):
                 known = ", ".join(map(repr, get_args(kind)))
-                raise ValueError(f"{name}={getattr(self, name)!r} is none of {known}. Use for example {example!r}.")
+                raise ValueError(f"{name}={getattr(self, name)!r} is none of {known}. Use for example {usual!r}.")
         for name in ("similarity_weight", "hidden_weight"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be a number of at least 0, for example 1.0.")
@@ -140,7 +140,7 @@ class HealingTrainer(ComeraTrainer):
                 'HealingArguments("healed"), which takes all that TrainingArguments takes.'
             )
         _check_models(model, teacher, args)
-        self.objective = _objective(model) if args.objective == "auto" else args.objective
+        self.objective: str = _objective(model) if args.objective == "auto" else args.objective
         _check_sizes(model, teacher, args, self.objective)
         if kwargs.get("cuda_graphs"):
             raise ValueError(
@@ -186,7 +186,7 @@ class HealingTrainer(ComeraTrainer):
         model: nn.Module,
         inputs: dict[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: Tensor | None = None,
+        num_items_in_batch: Any = None,
     ) -> Any:
         """The loss of one batch, divided by what ``num_items_in_batch`` counts over all that are accumulated."""
         share = self.state.global_step / max(self.state.max_steps, 1)
@@ -218,7 +218,7 @@ class HealingTrainer(ComeraTrainer):
             sums = values.new_zeros(size, 2).index_add(0, places, torch.stack([values, torch.ones_like(values)], 1))
             sums = self.accelerator.gather_for_metrics(sums)  # without those that fill up the last batch
             self._recorded.setdefault(name, _Mean()).add(*sums.sum(0))
-        loss = sum(weight * losses[name].mean() for name, weight in self._weights.items())
+        loss = torch.stack([weight * losses[name].mean() for name, weight in self._weights.items()]).sum()
         if prediction_loss_only:
             return loss, None, None
         return loss, predictions, inputs.get("labels")
@@ -227,14 +227,14 @@ class HealingTrainer(ComeraTrainer):
         """An evaluation, with the mean of each loss among its metrics."""
         of_training, self._recorded = self._recorded, {}
         try:
-            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            output = super().evaluation_loop(*args, **kwargs, **{"metric_key_prefix": metric_key_prefix})
             means = self._means()
         finally:
             self._recorded = of_training
         total = sum(weight * means[name] for name, weight in self._weights.items())
-        output.metrics[f"{metric_key_prefix}_loss"] = total  # the Trainer's own counts the batches alike
-        output.metrics.update({f"{metric_key_prefix}_{name}": mean for name, mean in means.items()})
-        return output
+        own = {f"{metric_key_prefix}_loss": total}  # the Trainer's own counts the batches alike
+        named = {f"{metric_key_prefix}_{name}": mean for name, mean in means.items()}
+        return output._replace(metrics={**(output.metrics or {}), **own, **named})
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Record ``logs``, and with the training loss the mean of each loss since the last record."""
@@ -272,7 +272,8 @@ class HealingTrainer(ComeraTrainer):
         student = self._bare_student(model)
         if student.config.is_encoder_decoder and not {"decoder_input_ids", "decoder_inputs_embeds"} & options.keys():
             chosen_tokens(inputs, student)  # says what is missing
-            options["decoder_input_ids"] = student.prepare_decoder_input_ids_from_labels(labels=inputs["labels"])
+            of_labels: Any = student.prepare_decoder_input_ids_from_labels
+            options["decoder_input_ids"] = of_labels(labels=inputs["labels"])
         options |= {"output_hidden_states": with_hidden, "return_dict": True}
         if student.config.is_encoder_decoder or self.objective == "tokens":
             options["use_cache"] = False
@@ -559,14 +560,14 @@ def _hidden_losses(ours: Any, wanted: Any, mask: Tensor | None, decoder_mask: Te
     masks = {"hidden_states": mask, "encoder_hidden_states": mask, "decoder_hidden_states": decoder_mask}
     losses = []
     for name, mask_of_stack in masks.items():
-        states = getattr(ours, name, None), getattr(wanted, name, None)
-        if states[0] is not None and states[1] is not None:
-            if states[0][0].dim() != 3:
+        found, exact = getattr(ours, name, None), getattr(wanted, name, None)
+        if found is not None and exact is not None:
+            if found[0].dim() != 3:
                 raise ValueError(
-                    f"hidden_weight is above 0, but {name} have shape {tuple(states[0][0].shape)}, which is not "
+                    f"hidden_weight is above 0, but {name} have shape {tuple(found[0].shape)}, which is not "
                     "(sentences, tokens, width). Use hidden_weight=0."
                 )
-            losses.append(distillation.hidden_difference(*states, mask_of_stack))
+            losses.append(distillation.hidden_difference(found, exact, mask_of_stack))
     if not losses:
         raise ValueError("hidden_weight is above 0, but the model gives no hidden states. Use hidden_weight=0.")
     return torch.stack(losses).mean(0)

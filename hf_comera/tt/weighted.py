@@ -156,7 +156,7 @@ def refine_cores(
     def closure() -> float:
         optimizer.zero_grad()
         value = loss()
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         return value.item()
 
     with torch.enable_grad():

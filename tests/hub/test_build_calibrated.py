@@ -89,7 +89,7 @@ def test_the_mean_of_the_outputs_is_exact_where_there_is_a_bias(trained):
     assert not torch.equal(model.get_submodule(name).bias, dense.get_submodule(name).bias)
 
 
-def test_a_layer_with_too_few_inputs_is_decomposed_as_without_them():
+def test_a_layer_with_too_few_inputs_is_decomposed_as_without_them_and_says_so(caplog):
     dense = ARCHITECTURE.new_model()
     calibration = calibrate(dense, [ARCHITECTURE.inputs()])
     plain = get_comera_model(copy.deepcopy(dense), ComeraConfig(rank=4, exclude_modules=["word_embeddings"]))
@@ -98,6 +98,7 @@ def test_a_layer_with_too_few_inputs_is_decomposed_as_without_them():
     )
     for one, other in zip(found.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
+    assert "12 layers saw fewer inputs than an input has numbers, for example bert.encoder.layer.0" in caplog.text
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(trained):
