@@ -227,7 +227,7 @@ class HealingTrainer(ComeraTrainer):
         """An evaluation, with the mean of each loss among its metrics."""
         of_training, self._recorded = self._recorded, {}
         try:
-            output = super().evaluation_loop(*args, **kwargs, **{"metric_key_prefix": metric_key_prefix})
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]
             means = self._means()
         finally:
             self._recorded = of_training
