@@ -9,13 +9,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from pyarrow import parquet
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 from benchmarks.harness.timing import RESULTS
+from benchmarks.quality.sentence_pairs import quality, read_pairs
 from hf_comera import ComeraConfig, get_comera_model
 from loop.measure import MACHINE_IDENTITY, machine, replace_rows
 
@@ -34,7 +34,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "dense": {"target_modules": [], "storage": "int8"},
     "two factors, rank 128": {"rank": 128, "num_factors": 1, "exclude_modules": ["word_embeddings"]},
 }
-BATCH = 64
 
 
 def main() -> None:
@@ -46,7 +45,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="measure on every n-th pair (default: all)")
     parser.add_argument("--no-save", action="store_true", help="print the table only")
     args = parser.parse_args()
-    pairs = [row for row in parquet.read_table(args.pairs).to_pylist() if row["split"] == args.split][:: args.every]
+    pairs = read_pairs(args.pairs, args.split, args.every)
     name = args.model.name
     rows = [{"model": name, "pairs": len(pairs), **row} for row in measure(args.model, pairs)]
     table = Table("form", "storage", "MB", "times smaller", "error %", "STS")
@@ -88,32 +87,6 @@ def error(expected: dict[str, Tensor], loaded: torch.nn.Module) -> float:
     lost = sum((found[key].double() - value.double()).square().sum() for key, value in expected.items())
     whole = sum(value.double().square().sum() for value in expected.values())
     return float((lost / whole).sqrt())
-
-
-@torch.inference_mode()
-def quality(model: Any, tokenizer: Any, pairs: list[dict[str, Any]]) -> float:
-    """Rank correlation of cosines and scores, times 100."""
-    sentences = [pair[side] for side in ("sentence1", "sentence2") for pair in pairs]
-    order = sorted(range(len(sentences)), key=lambda index: len(sentences[index]))
-    embeddings = torch.empty(len(sentences), model.config.hidden_size)
-    for start in range(0, len(order), BATCH):
-        chosen = order[start : start + BATCH]
-        batch = tokenizer(
-            [sentences[index] for index in chosen], padding=True, truncation=True, max_length=128, return_tensors="pt"
-        )
-        mask = batch["attention_mask"].unsqueeze(-1)
-        hidden = model(**batch).last_hidden_state
-        embeddings[chosen] = torch.nn.functional.normalize((hidden * mask).sum(dim=1) / mask.sum(dim=1), dim=1)
-    cosines = (embeddings[: len(pairs)] * embeddings[len(pairs) :]).sum(dim=1)
-    scores = torch.tensor([pair["score"] for pair in pairs])
-    return round(100 * float(torch.corrcoef(torch.stack([ranks(cosines), ranks(scores)]))[0, 1]), 2)
-
-
-def ranks(values: Tensor) -> Tensor:
-    """Places in ascending order; equal values share the mean of theirs."""
-    _, places, counts = torch.unique(values, return_inverse=True, return_counts=True)
-    ends = counts.cumsum(dim=0).double()
-    return (ends - (counts - 1) / 2)[places]
 
 
 if __name__ == "__main__":

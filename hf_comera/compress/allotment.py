@@ -1,8 +1,8 @@
 """Ranks of a trained model under a wanted size: each number goes where the model's output loses most without it.
 
-The squared error of a layer at rank r is the energy of its outputs beyond the r leading directions, and the output of
-the model loses the layer's sensitivity times that. So each rank has an importance, and ranks go by importance per
-parameter until the size holds.
+The squared error of a layer at rank r is the energy of its outputs beyond the r leading directions. The output of the
+model loses the layer's sensitivity times that. So each rank has an importance, and those of the least importance per
+parameter go until the size holds.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Statistics of a trained model's layers on real inputs, from one pass: what a decomposition in their metric needs.
 
-Of each linear layer the second moment of its inputs, of each embedding how often each row is read, and of both the
-sensitivity of the model's output to their error.
+A linear layer has the second moment of its inputs, an embedding the number of times that each row was read. Both have
+the sensitivity of the model's output to their error.
 """
 
 import contextlib
@@ -456,7 +456,7 @@ def _measure(
 ) -> None:
     """Fill in the energies of all layers, and how much the output suffers from two factors in place of each."""
     reference = [_outputs(model, batch) for batch in probes]
-    names = [name for name in (*calibration.token_counts, *calibration.layers)]
+    names = [*calibration.token_counts, *calibration.layers]
     for name in tqdm(names, desc="sensitivity" if sensitivities else "energies", unit="layer", delay=2.0):
         layer: Any = model.get_submodule(name)
         energies, approximation, shift = _probe(name, layer, calibration)
@@ -481,7 +481,7 @@ def _probe(name: str, layer: Any, calibration: Calibration) -> tuple[Tensor, Ten
         weights = smoothed_counts(calibration.token_counts[name]).to(matrix)
         weights /= weights.sum()
         weighted = matrix * weights.sqrt()[:, None]
-        energies = torch.linalg.eigvalsh(weighted.T @ weighted).flip(0).clamp_min(0).cpu()
+        energies = torch.linalg.svdvals(weighted.T @ weighted)[: min(matrix.shape)].cpu()
         left, right = low_rank_factors(matrix, rank, weights)
         return energies, left @ right, None
     inputs = calibration.inputs[calibration.layers[name]]

@@ -358,8 +358,8 @@ def _warn_of_errors(errors: dict[str, dict[str, float]]) -> None:
         worst = max(large, key=large.__getitem__)
         logger.warning(
             "The decomposition lost more than %.0f %% of the norm of %d of %d layers (most in %s: %.0f %%). Give it a "
-            "calibration (calibrate(model, batches)), which divides the error of outputs by two to four, and train or "
-            "heal the model before using it; print(model.comera_plan()) lists the error of every layer.",
+            "calibration (calibrate(model, batches)), which keeps what the outputs need, and train or heal the model "
+            "before using it; print(model.comera_plan()) lists the error of every layer.",
             100 * ERROR_WORTH_A_WARNING,
             len(large),
             len(errors),

@@ -114,9 +114,9 @@ class HealingTrainer(ComeraTrainer):
         kwargs: Of :class:`ComeraTrainer`.
 
     Raises:
-        ValueError: If student and teacher do not go together (other vocabularies, sizes or classes; a teacher that is
-            compressed or shares parameters with the student), if it is not known what the model is for, if texts are
-            empty or come without a tokenizer, or for ``cuda_graphs``.
+        ValueError: If student and teacher have other vocabularies, sizes or classes. If the teacher is compressed, or
+            shares parameters with the student. If it is not known what the model is for. If texts are empty, or come
+            without a tokenizer. For ``cuda_graphs``.
 
     Source:
         Hinton et al., arXiv:1503.02531 (logits); TinyBERT, arXiv:1909.10351 (hidden states).
@@ -359,8 +359,8 @@ def falling(share: float, schedule: str) -> float:
 def chosen_tokens(batch: dict[str, Any], model: PreTrainedModel) -> Tensor:
     """Where a language model is compared with its teacher.
 
-    At masked tokens where a batch for a masked model has labels, at the tokens of the target where it is made of
-    another text, else at all that is no padding.
+    A masked model with labels: at masked tokens. A sequence-to-sequence model with labels: at the tokens of the
+    target. All others: at all that is no padding.
 
     Shape:
         ``(B, T)``, bool.

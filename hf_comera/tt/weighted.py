@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_comera.tt.cores import contract_left, contract_right
 from hf_comera.tt.decomposition import balance, tt_svd
 
-__all__ = ["OutputSpectrum", "refine_cores", "tt_matrix", "weighted_error", "weighted_tt"]
+__all__ = ["OutputSpectrum", "refine_cores", "weighted_error", "weighted_tt"]
 
 REFINEMENT_STEPS = 30
 HISTORY = 10
@@ -108,19 +108,13 @@ def weighted_tt(
     return [core.float() for core in balance(cores)]
 
 
-def tt_matrix(cores: Sequence[Tensor], num_left: int, shape: Sequence[int]) -> Tensor:
-    """The matrix of ``shape`` that cores stand for, without padding: the first ``num_left`` cores are of its rows."""
-    left = contract_left(cores[:num_left])[-1][: shape[0]]
-    return left @ contract_right(cores[num_left:])[0][:, : shape[1]]
-
-
 def refine_cores(
     cores: Sequence[Tensor], num_left: int, matrix: Tensor, second_moment: Tensor, steps: int = REFINEMENT_STEPS
 ) -> list[Tensor]:
     """Lower the error of the outputs over all cores together, by L-BFGS; no data is needed.
 
-    With halves A and B the squared error is ``trace(M^T C M) - 2 trace(B M^T C A) + trace(B^T A^T C A B)``, which
-    needs products of the width of the middle rank only.
+    With halves A and B the squared error is ``trace(M^T C M) - 2 trace(B M^T C A) + trace(B^T A^T C A B)``. Products
+    are as wide as the middle rank only.
 
     Args:
         cores: Where to start; cores may stand for zero rows and columns beyond those of ``matrix``.

@@ -224,3 +224,13 @@ def test_a_layer_with_too_few_inputs_is_known_as_such():
         calibration.counts_of("other", 241)
     with pytest.raises(ValueError, match="no energies of the layer 'other'"):
         calibration.energies_of("other", 48, 48)
+
+
+def test_a_table_with_fewer_rows_than_columns_has_as_many_energies_as_rows():
+    config = ARCHITECTURES["bert-classifier"].new_config()
+    config.vocab_size = 40
+    model = ARCHITECTURES["bert-classifier"].auto_class.from_config(config)
+    calibration = calibrate(model, [{"input_ids": torch.randint(2, 40, (8, 9))}])
+    assert len(calibration.energies_of("bert.embeddings.word_embeddings", 40, 48)) == 40
+    model = get_comera_model(model, ComeraConfig(target_ratio=0.7), calibration=calibration)
+    assert model.comera_plan().ratio >= 1 / 0.7

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from hf_comera.tt.cores import core_shapes
+from hf_comera.tt.cores import contract_left, contract_right, core_shapes
 from hf_comera.tt.decomposition import low_rank_factors, tt_svd
 from hf_comera.tt.shapes import useful_ranks
-from hf_comera.tt.weighted import OutputSpectrum, refine_cores, tt_matrix, weighted_error, weighted_tt
+from hf_comera.tt.weighted import OutputSpectrum, refine_cores, weighted_error, weighted_tt
 
 SHAPES = [(7, 5), (5, 7), (12, 12), (1, 4), (4, 1), (30, 8), (8, 30)]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -23,6 +23,12 @@ def random_layer(shape, seed=0, tokens=None):
     scales = torch.logspace(0, -2, rows, dtype=torch.float64)
     inputs = torch.randn(tokens or 4 * rows, rows, generator=generator, dtype=torch.float64) * scales + 0.3
     return matrix, inputs.T @ inputs / len(inputs), inputs
+
+
+def tt_matrix(cores, num_left, shape):
+    """The matrix that cores stand for, without padding."""
+    left = contract_left(cores[:num_left])[-1][: shape[0]]
+    return left @ contract_right(cores[num_left:])[0][:, : shape[1]]
 
 
 def squared_error(found, matrix, moment):

@@ -8,15 +8,7 @@ from hf_comera.compress.trimming import smallest_size
 from hf_comera.modules import TTLinear, TTMEmbedding
 from hf_comera.training.ranks.budget import choose_ranks, layer_ranks
 from hf_comera.training.ranks.importance import BondTable
-
-
-def size_of(trains, kept):
-    """Entries of all cores, counted from shapes."""
-    total = 0
-    for train, indices in zip(trains, kept, strict=True):
-        bonds = [1, *map(len, indices), 1]
-        total += sum(factor * bonds[k] * bonds[k + 1] for k, factor in enumerate(train.factors))
-    return total
+from tests.compress.test_trimming import size_of
 
 
 def gated_table(seed=0):
