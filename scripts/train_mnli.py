@@ -23,6 +23,7 @@ from transformers import AutoModelForSequenceClassification, DataCollatorWithPad
 from transformers.utils.logging import disable_progress_bar
 
 from hf_comera import RankAdaptation, add_rank_gates, fold_rank_gates, size_report
+from loop.callbacks import Progress, StepCosts, StoppedError, StopWhenAsked
 from loop.checkpoint import check_identity, open_folder, remove_checkpoints, restore_folder, run_identity
 from loop.interrupt import Interrupt
 from loop.launch import (
@@ -42,7 +43,7 @@ from mnli.model import build_model
 from mnli.results import measure, print_results, write_results
 from mnli.settings import Settings, TrainingSettings, parse_settings
 from mnli.setup import MULTIPLE, Data, lay_out_steps, prepare_data, training_arguments
-from mnli.trainer import BestModel, PairTrainer, Progress, StepCosts, StoppedError, StopWhenAsked, figures
+from mnli.trainer import BestModel, PairTrainer, figures
 
 SCRIPT = "scripts/train_mnli.py"
 STATES = ("trainer_state.json",)

@@ -17,6 +17,8 @@ SHOWN = {
 
 def beside_bar(figures: Mapping[str, float]) -> dict[str, str]:
     """The figures to show, in few letters; those measured on held-out data may be called ``eval_...``."""
-    named = {name.removeprefix("eval_"): value for name, value in figures.items()}
+    named = {name.removeprefix("eval_"): value for name, value in figures.items() if name != "eval_loss"}
+    if "eval_loss" in figures:
+        named.setdefault("held_out_loss", figures["eval_loss"])
     shown = {short: format(named[name], form) for name, (short, form) in SHOWN.items() if name in named}
     return shown | ({"stage": STAGES[int(named["rank_stage"])]} if "rank_stage" in named else {})

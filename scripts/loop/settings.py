@@ -127,15 +127,17 @@ def read_groups(groups: Sequence[type], argv: Sequence[str] | None, **options: A
 
 
 def check_ranges(values: Mapping[str, Any], *, positive: Sequence[str] = (), not_negative: Sequence[str] = ()) -> None:
-    """Refuse values out of range among the settings of the loop and those that are named.
+    """Refuse values out of range among the settings of the loop, where there are such, and those that are named.
 
     Raises:
         ValueError: If there is one.
     """
-    for name in (*positive, *_POSITIVE):
+    positive = (*positive, *(name for name in _POSITIVE if name in values))
+    not_negative = (*not_negative, *(name for name in _NOT_NEGATIVE if name in values))
+    for name in positive:
         if values[name] is not None and values[name] <= 0:
             raise ValueError(f"--{name} {values[name]} must be greater than 0.")
-    for name in (*not_negative, *_NOT_NEGATIVE):
+    for name in not_negative:
         if values[name] is not None and values[name] < 0:
             raise ValueError(f"--{name} {values[name]} must be 0 or greater.")
 

@@ -12,13 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from loop.batches import EpochBatches, bucket
+from loop.tables import read_table
 from mnli.model import CLASSES
 from mnli.settings import DataSettings
 
 UNLABELLED = -1
 COLUMNS = ("premise", "hypothesis", "label")
 VALIDATION_NAMES = ("validation", "valid", "dev")
-READERS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+NEEDED = f"rows with {', '.join(COLUMNS)}"
 
 
 def label_numbers(rows: Dataset, name: str) -> list[int]:
@@ -78,11 +79,11 @@ def load_pairs(settings: DataSettings) -> NliData:
     if settings.dataset_name:
         splits = _named(settings)
     elif settings.data_file:
-        splits = _folds(_read(settings.data_file, "data_file"), settings)
+        splits = _folds(read_table(settings.data_file, "data_file", NEEDED), settings)
     else:
         names = ("train", "validation", "test")
         files = {name: getattr(settings, f"{name}_file") for name in names if getattr(settings, f"{name}_file")}
-        splits = {name: _read(path, f"{name}_file") for name, path in files.items()}
+        splits = {name: read_table(path, f"{name}_file", NEEDED) for name, path in files.items()}
     return make_parts(splits, settings)
 
 
@@ -191,22 +192,6 @@ def _folds(rows: Dataset, settings: DataSettings) -> dict[str, Dataset]:
             f"Each pair needs train, test, or one of {', '.join(VALIDATION_NAMES)}, for example train."
         )
     return {fold: rows.select(chosen) for fold, chosen in folds.items()}
-
-
-def _read(path: str, setting: str) -> Dataset:
-    suffix = Path(path).suffix.lower()
-    if suffix not in READERS:
-        raise ValueError(f"--{setting} {path} ends in {suffix or 'nothing'}. Known endings: {', '.join(READERS)}.")
-    if not Path(path).stat().st_size:
-        raise ValueError(f"--{setting} {path} is empty. It needs rows with {', '.join(COLUMNS)}.")
-    options = {"sep": "\t"} if suffix == ".tsv" else {}
-    try:
-        rows = load_dataset(READERS[suffix], data_files=path, split="train", **options)
-    except (DatasetGenerationError, ValueError) as error:
-        raise ValueError(
-            f"--{setting} {path} cannot be read: {error.__cause__ or error}. It needs rows with {', '.join(COLUMNS)}."
-        ) from error
-    return rows
 
 
 class Pairs:

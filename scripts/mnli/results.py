@@ -12,6 +12,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, TrainingArguments
 
 from hf_comera import SizeReport, size_report
+from loop.callbacks import StepCosts
 from loop.measure import MACHINE_IDENTITY, replace_rows, without_folder
 from loop.outcome import describe_machine, write_whole
 from loop.settings import describe_ranks
@@ -19,7 +20,7 @@ from mnli.data import describe_source
 from mnli.model import describe_shapes
 from mnli.settings import Settings
 from mnli.setup import Data
-from mnli.trainer import ACCURACY, LOSS, BestModel, PairTrainer, StepCosts
+from mnli.trainer import ACCURACY, LOSS, BestModel, PairTrainer
 
 ROW_IDENTITY = (
     "shapes", "ranks", "config_overrides", "optimizer", "learning_rate", "weight_decay", "max_grad_norm",

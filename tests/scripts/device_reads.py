@@ -11,7 +11,7 @@ from hf_comera import RankAdapter
 from hf_comera.modules.head_and_loss import HeadAndLoss
 from hf_comera.training.cuda_graphs.capture import CaptureWatch
 from hf_comera.tt.padding import RaggedStacks
-from mnli.trainer import StepCosts
+from loop.callbacks import StepCosts
 
 # On a CPU some of these leave no trace among the operations.
 READS = {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__bool__}

@@ -16,7 +16,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 import train_mnli
 from hf_comera import is_comera_model, size_report
-from mnli.trainer import PairTrainer, StepCosts
+from loop.callbacks import StepCosts
+from mnli.trainer import PairTrainer
 from tests.scripts.device_reads import ForbidWaiting, forbid_waiting
 
 TINY = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,initializer_range=0.2"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, EvalPrediction, TrainerState
 
-from mnli.trainer import ACCURACY, LOSS, BestModel, StepCosts, figures
+from mnli.trainer import ACCURACY, LOSS, BestModel, figures
 
 CASES = [  # (accuracy, loss) as measured one after the other, the first step that counts, and which is kept
     pytest.param([(0.5, 1.0), (0.6, 1.1), (0.55, 0.9)], 0, 1, id="accuracy-counts-first"),
@@ -61,20 +61,3 @@ def test_figures_are_means_over_all_pairs():
     assert measured["accuracy"] == sum(row.argmax() == label for row, label in zip(logits, labels, strict=True)) / 29
     shares = torch.from_numpy(logits).double().log_softmax(-1)[torch.arange(29), torch.from_numpy(labels)]
     assert measured["held_out_loss"] == pytest.approx(-shares.mean().item(), rel=1e-12)
-
-
-def test_only_steps_are_timed_and_waiting_is_shared_by_the_steps_it_is_of(monkeypatch):
-    clock = iter([0.0, 1.0, 2.0, 5.0, 9.0, 10.0, 30.0])
-    monkeypatch.setattr("mnli.trainer.time.perf_counter", lambda: next(clock))
-    monkeypatch.setattr("mnli.trainer.training_bytes", lambda model, optimizer: {"weights": 1})
-    costs, run = StepCosts(), TrainerState(global_step=1)
-    run.stateful_callbacks = {"StepCosts": costs.state()}
-    costs.on_train_begin(None, run, None)
-    costs.on_step_end(None, run, None)  # a second
-    costs.on_step_end(None, run, None)  # a second
-    costs.on_log(None, run, None, logs={"loss": 1.0})  # three, waited for both
-    costs.on_evaluate(None, run, None)  # four
-    costs.on_step_end(None, run, None)  # a second
-    costs.on_save(None, run, None)  # twenty
-    assert costs.seconds == [2.5, 2.5, 1.0]
-    assert costs.state()["attributes"] == {"seconds": [2.5, 2.5, 1.0], "first_bytes": {"weights": 1}}
