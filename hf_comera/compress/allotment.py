@@ -14,7 +14,7 @@ from hf_comera.compress.config import ComeraConfig
 from hf_comera.compress.plan import CompressionPlan, LayerPlan
 from hf_comera.compress.trimming import LayerRanks, smallest_size, trim
 
-__all__ = ["allot", "calibrated_plan", "load_calibration", "refuse_target"]
+__all__ = ["allot", "calibrated_plan", "load_calibration", "refuse_target", "smallest_parameters"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,12 @@ def allot(plan: CompressionPlan, config: ComeraConfig, calibration: Calibration)
     kept = trim(layers, _budget(plan, config, smallest_size(layers)))
     chosen = [_two_factors(layer, len(bonds[0])) for layer, bonds in zip(plan.layers, kept, strict=True)]
     return dataclasses.replace(plan, layers=chosen)
+
+
+def smallest_parameters(plan: CompressionPlan, calibration: Calibration) -> int:
+    """The fewest parameters that :func:`allot` can be asked for: those of the model with rank 1 in all its layers."""
+    others = plan.dense_parameters - sum(layer.dense_parameters for layer in plan.layers)
+    return others + smallest_size([_layer_ranks(layer, calibration) for layer in plan.layers])
 
 
 def _layer_ranks(layer: LayerPlan, calibration: Calibration) -> LayerRanks:

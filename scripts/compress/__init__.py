@@ -1,0 +1,1 @@
+"""Parts of compress_pretrained.py: settings, texts, healing and report."""
