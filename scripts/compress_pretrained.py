@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from compress.healing import MinutesUsed, count_steps, make_trainer, steps_of
-from compress.model import DECOMPOSED, decomposed, find_dense, load_dense, load_tokenizer
+from compress.model import DECOMPOSED, decomposed, find_dense, load_dense
 from compress.report import RESULTS, Judge, Report, checkpoint_bytes, course, print_report, write_report
 from compress.settings import Settings, command_line, parse_settings
 from compress.texts import describe_texts, load_texts
@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_process(settings)
     disable_progress_bar()  # of Transformers, for each model that is loaded
     folder = Path(settings.output_dir)
-    texts, source, tokenizer = load_texts(settings), find_dense(settings), load_tokenizer(settings)
+    texts, source = load_texts(settings), find_dense(settings)
+    tokenizer = source.load_tokenizer()
     console.print(
         f"Texts: {describe_texts(settings.texts)}; {len(texts.train):,} for training, {len(texts.held_out):,} held "
         f"out, of {texts.num_read:,} read"

@@ -14,6 +14,7 @@ from hf_comera.compress.config import OTHERS
 from hf_comera.hub.source import ModelSource
 
 __all__ = [
+    "WHAT",
     "AsJson",
     "Autocast",
     "Batch",

@@ -97,8 +97,8 @@ def _parameters_of_bytes(
     """The most parameters whose checkpoint has no more bytes than wanted, found by halving."""
     assert budget.bytes is not None
     with torch.device("meta"):
-        skeleton: Any = type(model)(copy.deepcopy(model.config)).to(model.dtype)
-        skeleton.tie_weights()
+        skeleton: Any = type(model)(copy.deepcopy(model.config))
+    skeleton.to(model.dtype).tie_weights()
 
     def size(parameters: int) -> int:
         wanted = dataclasses.replace(config, target_ratio=None, target_parameters=parameters)

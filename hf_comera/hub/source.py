@@ -15,7 +15,7 @@ import transformers
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError  # type: ignore[attr-defined]
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -123,6 +123,28 @@ class ModelSource:
                 f"{str(self.folder.parent)!r}."
             )
         return self.model_class.from_pretrained(self.folder or self.given, **options).eval()
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer; one without a token for padding pads with that of the end.
+
+        Raises:
+            ValueError: If there is none, or it has neither token.
+        """
+        needed = "Put the files of its tokenizer, such as tokenizer.json, into its folder."
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.folder or self.given)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{self.given} has no tokenizer that can be loaded: {error} {needed}") from error
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what Transformers makes where there are no files
+            raise ValueError(f"{self.given} has no tokenizer: one of {len(tokenizer)} tokens was found. {needed}")
+        if tokenizer.pad_token is None:
+            if tokenizer.eos_token is None:
+                raise ValueError(
+                    f"{self.given}: its tokenizer has no token for padding, and none for the end. Add one to "
+                    "tokenizer_config.json, for example as pad_token."
+                )
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
 
     def save(self, model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
         """Save ``model``, with the tokenizer of this source: ``folder`` changes when all is written, or not at all.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.settings import Settings
 from compress.texts import Texts
@@ -32,34 +32,6 @@ def find_dense(settings: Settings) -> ModelSource:
             f"--model {settings.model} is compressed already. Give the dense model that it was made from."
         )
     return source
-
-
-def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model; one without a token for padding pads with that of the end.
-
-    Raises:
-        ValueError: If there is none, or it has neither token.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(settings.model)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"--model {settings.model}: no tokenizer could be loaded: {error} Put the files of its tokenizer, such as "
-            "tokenizer.json, into that folder."
-        ) from error
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what Transformers makes where there are no files
-        raise ValueError(
-            f"--model {settings.model} has no tokenizer: one with {len(tokenizer)} tokens was found. Put the files of "
-            "its tokenizer, such as tokenizer.json, into that folder."
-        )
-    if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise ValueError(
-                f"--model {settings.model}: its tokenizer has no token for padding, and none for the end. Add one to "
-                "its tokenizer_config.json, for example pad_token."
-            )
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def load_dense(source: ModelSource) -> PreTrainedModel:

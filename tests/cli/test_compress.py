@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from hf_comera import ComeraConfig, get_comera_model, is_comera_model
+from hf_comera import ComeraConfig, calibrate, get_comera_model, is_comera_model
 from hf_comera.hub.source import ModelSource
+from tests.architectures import VOCABULARY
 
 
 def names(folder):
@@ -123,3 +124,64 @@ def test_bad_storage_is_refused(given, message, checkpoints, tmp_path, call):
     assert answer.code == 2
     assert message in answer.said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def trained(checkpoints, tmp_path):
+    """A dense BERT whose tokenizer can pad, and a file of texts."""
+    shutil.copytree(checkpoints / "dense", tmp_path / "dense")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "dense")
+    tokenizer.pad_token = "w0"
+    tokenizer.save_pretrained(tmp_path / "dense")
+    texts = [" ".join(f"w{(7 * row + 3 * column) % VOCABULARY}" for column in range(12)) for row in range(200)]
+    (tmp_path / "texts.txt").write_text("\n".join([*texts, "", " "]), encoding="utf-8")
+    return tmp_path / "dense", tmp_path / "texts.txt", texts
+
+
+def test_a_calibration_and_a_budget_give_what_the_functions_give(trained, tmp_path, call):
+    folder, file, texts = trained
+    answer = call("compress", folder, tmp_path / "out", "--calibrate", file, "--budget", "0.5")
+    assert answer.code == 0, answer.error
+    assert "can now teach this one" in answer.said
+    found = AutoModelForMaskedLM.from_pretrained(tmp_path / "out").eval()
+    dense = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    calibration = calibrate(dense, texts, processing_class=AutoTokenizer.from_pretrained(folder))
+    expected = get_comera_model(dense, ComeraConfig(target_ratio=0.5), calibration=calibration)
+    ids = torch.arange(18).view(2, 9)
+    torch.testing.assert_close(found(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_budget_of_bytes_is_that_of_the_storage(trained, tmp_path, call):
+    folder, file, _ = trained
+    options = ["--calibrate", file, "--storage", "int8"]
+    whole = call("compress", folder, tmp_path / "whole", *options, "--rank", "4", "--json")
+    assert whole.code == 0, whole.error
+    wanted = (tmp_path / "whole" / "model.safetensors").stat().st_size + 2_000
+    answer = call("compress", folder, tmp_path / "out", *options, "--budget", f"{wanted / 1000}kB")
+    assert answer.code == 0, answer.error
+    assert wanted - 8_000 < (tmp_path / "out" / "model.safetensors").stat().st_size <= wanted
+
+
+BAD_CALIBRATIONS = [
+    (["--budget", "0.5"], "--budget 0.5 needs texts"),
+    (["--calibrate", "texts.txt", "--budget", "5X"], "--budget 5X is no size"),
+    (["--calibrate", "nowhere.txt"], "is not a file here"),
+    (["--calibrate", "empty.txt"], "holds no text"),
+    (["--calibrate", "dense/model.safetensors"], "is no text in UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_CALIBRATIONS, ids=str)
+def test_bad_calibrations_are_refused(options, message, trained, tmp_path, call, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text(" \n")
+    answer = call("compress", "dense", tmp_path / "out", *options)
+    assert answer.code == 2
+    assert message in answer.said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_calibration_needs_a_tokenizer_that_pads(checkpoints, trained, tmp_path, call):
+    answer = call("compress", checkpoints / "dense", tmp_path / "out", "--calibrate", trained[1])
+    assert answer.code == 2
+    assert "no token for padding" in answer.said
