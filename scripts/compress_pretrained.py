@@ -160,5 +160,14 @@ def how_to_load(dense: PreTrainedModel, folder: Path) -> str:
     return "\n  ".join(("Load it with:", *lines))
 
 
+def main_or_stop() -> int:
+    """:func:`main`; Ctrl-C outside the healing loses no more than the calibration, and is no error."""
+    try:
+        return main()
+    except KeyboardInterrupt:
+        Console(soft_wrap=True).print(f"\nInterrupted. Go on with:\n  {command_line(sys.argv[1:])}")
+        return 130
+
+
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(run_script(main_or_stop))
